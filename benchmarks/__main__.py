@@ -40,8 +40,8 @@ TOOLS = ("convergence", "path", "compare", "report")  # each has a `main` of its
 
 def question_of(name: str) -> "Question":
     module, _, attribute = QUESTIONS[name].partition(".")
-    found: Any = getattr(importlib.import_module(f"benchmarks.{module}"), attribute)
-    return found
+    question: Any = getattr(importlib.import_module(f"benchmarks.{module}"), attribute)
+    return question
 
 
 def purpose(name: str) -> str:

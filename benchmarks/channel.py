@@ -45,7 +45,7 @@ def entries_of(kilobytes: float) -> np.ndarray:
 
 
 def member(
-    own: ChannelSpec, entries_K: np.ndarray, rate: float, seconds: float
+    spec: ChannelSpec, entries_K: np.ndarray, rate: float, seconds: float
 ) -> tuple[dict[Any, Any], dict[Any, float], int]:
     """Publish at a rate.
 
@@ -55,8 +55,8 @@ def member(
     """
     secede()
     plugin = get_worker().extensions[NAME]
-    channel = RemoteChannel(plugin, own)
-    inbox = plugin.endpoints[own.run, own.replica].inbox
+    channel = RemoteChannel(plugin, spec)
+    inbox = plugin.endpoints[spec.run, spec.replica].inbox
     arrivals, published, offered = {}, {}, 0
     put = inbox.put
 
@@ -67,8 +67,8 @@ def member(
         return first
 
     def encode(stamp: codec.Stamp) -> np.ndarray:
-        frame = codec.encode(stamp, own.size, 16 * GRID, entries_K)
-        published[own.replica, stamp.sequence] = (time.time(), frame.nbytes)
+        frame = codec.encode(stamp, spec.size, 16 * GRID, entries_K)
+        published[spec.replica, stamp.sequence] = (time.time(), frame.nbytes)
         return frame
 
     inbox.put = timed_put
@@ -76,12 +76,12 @@ def member(
         channel.join()
         channel.barrier("start", None)
         began = time.monotonic()
-        next_at = began + (own.replica % 10) / 10 / rate  # not all at once
+        next_at = began + (spec.replica % 10) / 10 / rate  # not all at once
         while next_at < began + seconds:
             time.sleep(max(0.0, next_at - time.monotonic()))
             offered += 1
             if channel.publish(encode, offered) is None:
-                published.pop((own.replica, channel.published + 1), None)
+                published.pop((spec.replica, channel.published + 1), None)
             channel.progress(offered)
             channel.drain()
             next_at += 1 / rate
@@ -101,12 +101,12 @@ def through_channel(
     seconds: float,
 ) -> dict[str, Any]:
     entries_K = entries_of(kilobytes)
-    found, scheduler_cpu, _ = run_members(
+    results, scheduler_cpu, _ = run_members(
         *(client, members, entries_K.size * DENSITY, routing),
         *(member, entries_K, rate, seconds),
     )
-    published = {key: sent for each, _, _ in found for key, sent in each.items()}
-    arrived = [pair for _, arrivals, _ in found for pair in arrivals.items()]
+    published = {key: sent for each, _, _ in results for key, sent in each.items()}
+    arrived = [pair for _, arrivals, _ in results for pair in arrivals.items()]
     latencies = [at - published[key][0] for key, at in arrived]
     first = min(at for at, _ in published.values())
     seconds = max(at for _, at in arrived) - first
@@ -117,7 +117,7 @@ def through_channel(
         "median_ms": 1e3 * float(np.median(latencies)),
         "p99_ms": 1e3 * float(np.quantile(latencies, 0.99)),
         "megabytes_per_s": sum(published[key][1] for key, _ in arrived) / seconds / 1e6,
-        "taken": len(published) / sum(offered for _, _, offered in found),
+        "taken": len(published) / sum(offered for _, _, offered in results),
         "scheduler_cpu": scheduler_cpu,
     }
 
@@ -161,12 +161,12 @@ def raw_socket(payload: bytes, seconds: float) -> dict[str, Any]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=serve, args=(server,), daemon=True)
         thread.start()
-        with socket.create_connection(server.getsockname()) as own:
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with socket.create_connection(server.getsockname()) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
             def request() -> None:
-                own.sendall(payload)
-                own.recv(1)
+                connection.sendall(payload)
+                connection.recv(1)
 
             row = one_by_one("raw TCP socket", request, len(payload), seconds)
         thread.join()

@@ -71,20 +71,20 @@ def measure_pauses() -> None:
 
 def take_pauses() -> list[float]:
     """On a worker: the pauses since the last call."""
-    found = list(pauses_s)
+    pauses = list(pauses_s)
     pauses_s.clear()
-    return found
+    return pauses
 
 
 def save_s(model: Callable[[], nn.Module], optimizer: Any, folder: str) -> float:
     """On a worker: seconds of `torch.save`."""
     module = model()
-    own = optimizer(module.parameters())
-    step = plain_step(nn.CrossEntropyLoss(), module, own)
+    adam = optimizer(module.parameters())
+    step = plain_step(nn.CrossEntropyLoss(), module, adam)
     step(torch.randn(BATCH, FEATURES), torch.zeros(BATCH, dtype=torch.long))
     state = {
         "model": module.state_dict(),
-        "optimizer": own.state_dict(),
+        "optimizer": adam.state_dict(),
         "residual": [torch.randn_like(p) for p in module.parameters()],
     }
     began = time.perf_counter()

@@ -187,15 +187,17 @@ def run_members(
 
     places = spread(client, members)
     with _open_run(client, places, size, routing) as spec:
-        workers = [psutil.Process(own) for own in client.run(pid).values()]
+        workers = [
+            psutil.Process(process_id) for process_id in client.run(pid).values()
+        ]
         before, began = [*map(cpu_s, workers)], time.perf_counter()
-        own = time.process_time()
+        scheduler_cpu_s = time.process_time()
         futures = [
             client.submit(function, spec(member), *more, workers=[worker], pure=False)
             for member, worker in places.items()
         ]
-        found = client.gather(futures)
+        results = client.gather(futures)
         seconds = time.perf_counter() - began
-        own = time.process_time() - own
+        scheduler_cpu_s = time.process_time() - scheduler_cpu_s
         used = sum(map(cpu_s, workers)) - sum(before)
-    return found, own / seconds, used / seconds
+    return results, scheduler_cpu_s / seconds, used / seconds

@@ -50,14 +50,14 @@ def ratios(result: Result) -> dict[str, float]:
         >>> ratios(Result("encode", {}, rows, "", commit="", hardware={}, versions={}))
         {'encode, find, 0.01, ratio': 1.5}
     """
-    found = {}
+    values = {}
     for row in result.rows:
         names = [str(row[name]) for name in NAMES if row.get(name) not in (None, "")]
         for column in RATIOS:
             value = row.get(column)
             if value is not None and math.isfinite(value):
-                found[", ".join([result.question, *names, column])] = value
-    return found
+                values[", ".join([result.question, *names, column])] = value
+    return values
 
 
 def beside(now: Mapping[str, float], then: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> None:
             question_of(name).main([*options.split(), "--no-results"])
             for name, options in GUARD.items()
         ]
-    now = {name: own for result in results for name, own in ratios(result).items()}
+    now = {name: ratio for result in results for name, ratio in ratios(result).items()}
     then: dict[str, Any] = {"ratios": {}}
     if asked.baseline.exists():
         then = json.loads(asked.baseline.read_text())
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> None:
         print(line)
     if asked.write:
         first = results[0]
-        made = {
+        baseline = {
             "date": first.date,
             "commit": first.commit,
             "hardware": first.hardware,
@@ -119,4 +119,4 @@ def main(arguments: Sequence[str]) -> None:
             "commands": [result.command for result in results],
             "ratios": {name: round(value, 4) for name, value in now.items()},
         }
-        asked.baseline.write_text(json.dumps(made, indent=1) + "\n")
+        asked.baseline.write_text(json.dumps(baseline, indent=1) + "\n")

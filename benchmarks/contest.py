@@ -119,7 +119,9 @@ def compete(
     # A checkout's own modules get bytecode files, as those of installed packages have.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if contestant.kept:  # read by glibc
-        environment |= {one.variable: str(one.kept_bytes) for one in SETTINGS}
+        environment |= {
+            setting.variable: str(setting.kept_bytes) for setting in SETTINGS
+        }
     roles = [(rank, contestant.options) for rank in range(world)]
     if contestant.serves:
         roles.append((0, f"{contestant.options} --serve"))
@@ -129,7 +131,7 @@ def compete(
             processes = []
             for (rank, more), log in zip(roles, logs, strict=True):
                 command = [course.python, "-m", f"benchmarks.peers.{contestant.script}"]
-                command += [f"--rank={rank}", f"--own={place.addresses[rank]}"]
+                command += [f"--rank={rank}", f"--host={place.addresses[rank]}"]
                 command += [f"--{name}={value}" for name, value in options.items()]
                 process = subprocess.Popen(
                     place.on(rank, *command, *more.split()),
@@ -160,8 +162,8 @@ def _first_line(
         while selector.select(max(0.0, until - time.monotonic())):
             line = process.stdout.readline()
             if line.startswith(b"{"):
-                found: dict[str, Any] = json.loads(line)
-                return found
+                report: dict[str, Any] = json.loads(line)
+                return report
             if not line:
                 break
     return None
@@ -227,13 +229,13 @@ def course_of(asked: argparse.Namespace, **changes: Any) -> Course:
 
 
 def errors_of(rounds: Sequence[dict[str, Any]]) -> str | None:
-    found = dict.fromkeys(own["error"] for own in rounds if "error" in own)
-    return "; ".join(found) or None
+    errors = dict.fromkeys(run["error"] for run in rounds if "error" in run)
+    return "; ".join(errors) or None
 
 
 def median(rounds: Sequence[dict[str, Any]], name: str) -> float:
     """Over the rounds that have it; NaN if none has."""
-    return medians([{name: own.get(name)} for own in rounds])[name]
+    return medians([{name: run.get(name)} for run in rounds])[name]
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -244,17 +246,23 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with hosts(asked.hosts, loopback=asked.loopback) as place:
         for rate in asked.rates:
             place.limit(rate)
-            found = compete(STREAM, place, course_of(asked, seconds=2.0, warm_up=0.0))
-            carried = found.get("error", f"{found.get('mbit_per_s', 0):,.0f} Mbit/s")
+            measured = compete(
+                STREAM, place, course_of(asked, seconds=2.0, warm_up=0.0)
+            )
+            carried = measured.get(
+                "error", f"{measured.get('mbit_per_s', 0):,.0f} Mbit/s"
+            )
             asked.notes.append(
                 f"{rate}: one TCP stream from host to host carries {carried}"
             )
             rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
             for seed in asked.seeds:
                 for name in names:
-                    found = compete(CONTESTANTS[name], place, course, seed)
-                    rounds[name].append(found)
-                    speed = found.get("error", f"{found.get('samples_per_s', 0):,.0f}")
+                    measured = compete(CONTESTANTS[name], place, course, seed)
+                    rounds[name].append(measured)
+                    speed = measured.get(
+                        "error", f"{measured.get('samples_per_s', 0):,.0f}"
+                    )
                     print(f"# {rate} {name}: {speed}", file=sys.stderr, flush=True)
             for name in names:
                 yield row(CONTESTANTS[name], rate, rounds[name], rounds[BASE])
@@ -268,13 +276,15 @@ def row(
 ) -> dict[str, Any]:
     """Medians of a contestant at one rate, without rounds that failed."""
     pairs = zip(rounds, base, strict=True)
-    speeds = [[one.get("samples_per_s") for one in pair] for pair in pairs]
-    ratios = [own / other for own, other in speeds if own and other]
+    speeds = [[run.get("samples_per_s") for run in pair] for pair in pairs]
+    ratios = [
+        speed / base_speed for speed, base_speed in speeds if speed and base_speed
+    ]
     return {
         "contestant": contestant.name,
         "rate": rate,
         "samples_per_s": median(rounds, "samples_per_s"),
-        "ratio": medians([{"ratio": own} for own in ratios or [math.nan]])["ratio"],
+        "ratio": medians([{"ratio": ratio} for ratio in ratios or [math.nan]])["ratio"],
         "ratio_lowest": min(ratios, default=math.nan),
         "ratio_highest": max(ratios, default=math.nan),
         "sent_kb_per_step": median(rounds, "sent_kb_per_step"),

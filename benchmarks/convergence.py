@@ -158,9 +158,9 @@ def _rank(rank: int, run: Run, folder: str) -> None:
     for _ in range(task.epochs):
         order = torch.from_numpy(rng.permutation(len(x)))
         for rows in order.split(run.replicas * task.batch_size):
-            own = rows.tensor_split(run.replicas)[rank]
+            share = rows.tensor_split(run.replicas)[rank]
             optimizer.zero_grad()
-            task.loss(model(x[own]), y[own]).backward()
+            task.loss(model(x[share]), y[share]).backward()
             optimizer.step()
         if rank == 0:
             scores.append(task.test(model.module, x_test, y_test))
@@ -211,8 +211,10 @@ def trained(run: Run, rate_factor: float) -> Row:
 
 def reached(scores: list[float], goal: float, task: Task) -> float:
     """The first epoch, from 1, that reached the goal; NaN if none did."""
-    found = (epoch for epoch, own in enumerate(scores, 1) if task.better(own, goal))
-    return next(found, math.nan)
+    reached = (
+        epoch for epoch, score in enumerate(scores, 1) if task.better(score, goal)
+    )
+    return next(reached, math.nan)
 
 
 def gaps(rows: list[Row], beside: list[Row], *, higher: bool) -> list[float]:
@@ -220,8 +222,8 @@ def gaps(rows: list[Row], beside: list[Row], *, higher: bool) -> list[float]:
     others = {row.seed: row.returned for row in beside}
     pairs = [(row.returned, others[row.seed]) for row in rows if row.seed in others]
     if higher:
-        return [100 * (own - other) for own, other in pairs]
-    return [100 * (other - own) / other for own, other in pairs]
+        return [100 * (score - base) for score, base in pairs]
+    return [100 * (base - score) / base for score, base in pairs]
 
 
 def table(rows: list[Row]) -> str:
@@ -243,23 +245,23 @@ def table(rows: list[Row]) -> str:
     ):
         case = (row.task, row.optimizer, row.replicas, row.way)
         cases.setdefault(case, []).append(row)
-    for (name, optimizer, replicas, way), own in cases.items():
+    for (name, optimizer, replicas, way), repeats in cases.items():
         task = TASKS[name]
         higher = task.score == "accuracy"
-        sync = cases.get((name, optimizer, replicas, "synchronous"), own)
-        single = cases.get((name, optimizer, 1, "one process"), own)
+        sync = cases.get((name, optimizer, replicas, "synchronous"), repeats)
+        single = cases.get((name, optimizer, 1, "one process"), repeats)
         goal = (min if higher else max)(
             statistics.mean(row.scores[-3:]) for row in single
         )
-        gap = gaps(own, sync, higher=higher)
-        returned = [row.returned for row in own]
-        epochs = [reached(row.scores, goal, task) for row in own]
+        gap = gaps(repeats, sync, higher=higher)
+        returned = [row.returned for row in repeats]
+        epochs = [reached(row.scores, goal, task) for row in repeats]
         lines.append(
             f"{name:9} {optimizer:9} {replicas:>2} {way:14} "
             f"{statistics.mean(returned):8.4f} {statistics.pstdev(returned):6.4f} "
             f"{statistics.mean(gap):+8.2f} {min(gap):+7.2f} "
             f"{statistics.fmean(epochs):6.1f} "
-            f"{statistics.mean(row.sent for row in own):8.2e}"
+            f"{statistics.mean(row.sent for row in repeats):8.2e}"
         )
     return "\n".join(lines)
 
@@ -273,17 +275,17 @@ def summary(rows: list[Row]) -> str:
     for row in rows:
         if row.way == "synchronous":
             beside.setdefault((row.task, row.optimizer, row.replicas), []).append(row)
-    found: dict[tuple[str, str], list[tuple[float, Row]]] = {}
+    values: dict[tuple[str, str], list[tuple[float, Row]]] = {}
     for row in rows:
         if row.way in ("synchronous", "one process"):
             continue
         others = beside.get((row.task, row.optimizer, row.replicas), [])
         higher = TASKS[row.task].score == "accuracy"
         for gap in gaps([row], others, higher=higher):
-            found.setdefault((row.optimizer, row.way), []).append((gap, row))
-    ways = list(dict.fromkeys(way for _, way in found))
+            values.setdefault((row.optimizer, row.way), []).append((gap, row))
+    ways = list(dict.fromkeys(way for _, way in values))
     for optimizer, way in itertools.product(OPTIMIZERS, ways):
-        pairs = found.get((optimizer, way))
+        pairs = values.get((optimizer, way))
         if not pairs:
             continue
         worst, row = min(pairs, key=lambda pair: pair[0])
@@ -299,9 +301,9 @@ def plot(rows: list[Row], name: str, path: Path) -> None:
     """Draw the score after each epoch: mean of the seeds, worst and best."""
     from matplotlib.figure import Figure
 
-    own = [row for row in rows if row.task == name]
-    most, task = max(row.replicas for row in own), TASKS[name]
-    optimizers = [o for o in OPTIMIZERS if any(row.optimizer == o for row in own)]
+    of_task = [row for row in rows if row.task == name]
+    most, task = max(row.replicas for row in of_task), TASKS[name]
+    optimizers = [o for o in OPTIMIZERS if any(row.optimizer == o for row in of_task)]
     figure = Figure(figsize=(11, 3.4), layout="tight")
     axes = figure.subplots(1, len(optimizers), sharey=True, squeeze=False)[0]
     for axis, optimizer in zip(axes, optimizers, strict=True):
@@ -309,7 +311,7 @@ def plot(rows: list[Row], name: str, path: Path) -> None:
             case = (optimizer, way, 1 if way == "one process" else most)
             scores = [
                 row.scores
-                for row in own
+                for row in of_task
                 if (row.optimizer, row.way, row.replicas) == case
             ]
             if scores:
@@ -320,7 +322,7 @@ def plot(rows: list[Row], name: str, path: Path) -> None:
         axis.set_title(f"{optimizer}, {most} replicas")
         axis.set_xlabel("epoch")
         axis.grid(alpha=0.3)
-    tenths = statistics.quantiles([s for row in own for s in row.scores], n=10)
+    tenths = statistics.quantiles([s for row in of_task for s in row.scores], n=10)
     if task.score == "accuracy":
         axes[0].set_ylim(tenths[0], 1.0)
     else:

@@ -71,12 +71,12 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     def predicted(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
         terms, rate = terms_of(row)
         scheduler, workers = (
-            float(np.dot(terms[name], own)) for name, own in coefficients.items()
+            float(np.dot(terms[name], values)) for name, values in coefficients.items()
         )
         efficiency = None
         if kind == "extrapolated":
-            own = max(0.0, 1 - workers / row["workers"])
-            efficiency = own / max(1.0, scheduler)
+            left_to_train = max(0.0, 1 - workers / row["workers"])
+            efficiency = left_to_train / max(1.0, scheduler)
             kind += ", full" * (scheduler >= 1)
         return dict(row) | {
             "seen": kind,

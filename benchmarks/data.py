@@ -91,10 +91,10 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "memory": partial(fit, client, x, y),
                     "own": partial(fit, client, X, labels, prefetch),
                 }
-                found = in_turns(cases, asked.rounds)
-                beside = median_ratio(found["own"], found["memory"], "rows_per_s")
+                timings = in_turns(cases, asked.rounds)
+                beside = median_ratio(timings["own"], timings["memory"], "rows_per_s")
                 case = {"source": name, "load": load, "prefetch": prefetch}
-                yield case | medians(found["own"]) | {"beside": beside}
+                yield case | medians(timings["own"]) | {"beside": beside}
 
 
 PARTS_TEXT = """Training on data in many small parts.
@@ -138,8 +138,8 @@ def in_parts(client: Client, kind: str, size: int, folder: Path) -> tuple[Any, A
 
 
 def rows_per_s(client: Client, kind: str, size: int, folder: Path) -> dict[str, float]:
-    own = trainer(client, partial(perceptron, FEATURES, 64, CLASSES))
-    history = own.fit(*in_parts(client, kind, size, folder), epochs=4, batch_size=32)
+    fitted = trainer(client, partial(perceptron, FEATURES, 64, CLASSES))
+    history = fitted.fit(*in_parts(client, kind, size, folder), epochs=4, batch_size=32)
     return {"rows_per_s": statistics.median(history.column("examples_per_s")[1:])}
 
 
@@ -150,9 +150,11 @@ def parts_rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 name: partial(rows_per_s, client, kind, size, Path(folder))
                 for name, size in PART_ROWS.items()
             }
-            found = in_turns(cases, asked.rounds)
-            speeds = {name: medians(own)["rows_per_s"] for name, own in found.items()}
-            ratio = median_ratio(found["large"], found["small"], "rows_per_s")
+            timings = in_turns(cases, asked.rounds)
+            speeds = {
+                name: medians(rounds)["rows_per_s"] for name, rounds in timings.items()
+            }
+            ratio = median_ratio(timings["large"], timings["small"], "rows_per_s")
             yield {"data": kind, **speeds, "ratio": ratio}
 
 

@@ -91,7 +91,7 @@ def record() -> Recording:
         if step % EVERY:
             continue
         for k, (_, compressor, *_) in enumerate(replicas):
-            other = replicas[1 - k][1].vector
+            peer = replicas[1 - k][1].vector
             compressor.vector.sync_from_parameters_()
             clock = [time.monotonic()]
             (update,) = compressor.propose()
@@ -102,7 +102,7 @@ def record() -> Recording:
             clock.append(time.monotonic())
             received = codec.decode(frame.data)
             clock.append(time.monotonic())
-            other.apply_(received)
+            peer.apply_(received)
             clock.append(time.monotonic())
             frames.append(frame)
             times.append(np.diff(clock))
@@ -140,18 +140,18 @@ def without_channel(case: Case) -> float:
     return time.monotonic() - began
 
 
-def member(own: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
+def member(spec: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
     """Take as many steps, with exchanges."""
     secede()
-    channel = RemoteChannel(get_worker().extensions[NAME], own)
+    channel = RemoteChannel(get_worker().extensions[NAME], spec)
     master = GradientSharing(exchange_every=case.exchange_every or "auto")
     interval = MeasuredInterval(master.pace())
     interval.note(0.0, 1.0)  # the first one does not count
     leads, spent_s = [], 0.0
 
     def encode(stamp: codec.Stamp) -> np.ndarray:
-        update = updates.update(own.replica, stamp.sequence)
-        return codec.encode(stamp, own.size, *update)
+        update = updates.update(spec.replica, stamp.sequence)
+        return codec.encode(stamp, spec.size, *update)
 
     try:
         channel.join()
@@ -202,20 +202,22 @@ def measured(
     ]
     alone_s = statistics.median(client.gather(loops))
     held = client.scatter(updates, broadcast=True)
-    found, scheduler_cpu, workers_cpu = run_members(
+    members, scheduler_cpu, workers_cpu = run_members(
         client, replicas, updates.size, routing, member, case, held
     )
     workers = len(set(places.values()))
-    seconds = statistics.median(own["seconds"] for own in found)
-    leads = [lead for own in found for lead in own["leads"]]
-    received = sum(own["received_bytes"] for own in found)
-    waited_s, all_s = (sum(own[k] for own in found) for k in ("waited_s", "seconds"))
+    seconds = statistics.median(result["seconds"] for result in members)
+    leads = [lead for result in members for lead in result["leads"]]
+    received = sum(result["received_bytes"] for result in members)
+    waited_s, all_s = (
+        sum(result[k] for result in members) for k in ("waited_s", "seconds")
+    )
     return {
         "case": f"every {case.exchange_every}" if case.exchange_every else "default",
         "replicas": replicas,
         "workers": workers,
         "step_ms": case.step_ms,
-        "exchange_every": statistics.median_low(own["every"] for own in found),
+        "exchange_every": statistics.median_low(result["every"] for result in members),
         "routing": routing,
         "kilobytes": updates.nbytes / 1e3,
         "efficiency": alone_s / seconds,

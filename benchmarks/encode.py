@@ -63,9 +63,9 @@ class Vector:
             entries, levels = self.find()
             self.group.commit_(entries, self.count, GRID, bound, levels_K=levels)
 
-        found = timed(both)
+        measured = timed(both)
         self.shared.fill_(1)
-        return found
+        return measured
 
 
 def cases(
@@ -74,25 +74,25 @@ def cases(
     """By name and density."""
     residual, update = (empty(size, torch.float32, device).fill_(1) for _ in range(2))
     kind = kernels_for(device)
-    found: dict[tuple[str, float], Callable[[], dict[str, float]]] = {
+    measurements: dict[tuple[str, float], Callable[[], dict[str, float]]] = {
         ("r.add_(u) (baseline)", 1.0): lambda: timed(lambda: residual.add_(update))
     }
     for density in DENSITIES:
-        own = Vector(size, density, device, kind)
-        found["find", density] = lambda own=own: timed(own.find)
-        found["find + commit_", density] = own.exchange
-        found["find + commit_, clipped at 5", density] = lambda own=own: own.exchange(
-            multiple=5.0
+        vector = Vector(size, density, device, kind)
+        measurements["find", density] = lambda vector=vector: timed(vector.find)
+        measurements["find + commit_", density] = vector.exchange
+        measurements["find + commit_, clipped at 5", density] = lambda vector=vector: (
+            vector.exchange(multiple=5.0)
         )
     reference = Vector(size, 1e-3, device, VectorGroup)
-    found["find + commit_, torch operations", 1e-3] = reference.exchange
-    own = Vector(size, 1e-3, device, kind)
+    measurements["find + commit_, torch operations", 1e-3] = reference.exchange
+    vector = Vector(size, 1e-3, device, kind)
     chosen = np.random.default_rng(0).choice(size, ENTRIES, replace=False)
     entries = torch.from_numpy(np.sort(chosen).astype(np.int32) + 1).to(device)
-    found[f"apply_ of {ENTRIES:,} entries", ENTRIES / size] = lambda: timed(
-        lambda: own.group.apply_(entries, 1, GRID)
+    measurements[f"apply_ of {ENTRIES:,} entries", ENTRIES / size] = lambda: timed(
+        lambda: vector.group.apply_(entries, 1, GRID)
     )
-    return found
+    return measurements
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -100,8 +100,13 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     taken = in_turns(cases(asked.size, torch.device(asked.device)), ROUNDS + 1)
     ms = {case: medians(rounds[1:])["ms"] for case, rounds in taken.items()}
     baseline, *_ = ms.values()
-    for (name, density), own in ms.items():
-        yield {"case": name, "density": density, "ms": own, "ratio": own / baseline}
+    for (name, density), values in ms.items():
+        yield {
+            "case": name,
+            "density": density,
+            "ms": values,
+            "ratio": values / baseline,
+        }
 
 
 QUESTION = Question(

@@ -59,12 +59,12 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "loss": partial(timed, evaluate, model, x, y, None),
             "metrics": partial(timed, evaluate, model, x, y, "classification"),
         }
-        found = in_turns(cases, asked.rounds)
+        timings = in_turns(cases, asked.rounds)
         yield {
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "forward_s": medians(found["forward"])["seconds"],
-            "loss": median_ratio(found["loss"], found["forward"], "seconds"),
-            "metrics": median_ratio(found["metrics"], found["forward"], "seconds"),
+            "forward_s": medians(timings["forward"])["seconds"],
+            "loss": median_ratio(timings["loss"], timings["forward"], "seconds"),
+            "metrics": median_ratio(timings["metrics"], timings["forward"], "seconds"),
         }
 
 

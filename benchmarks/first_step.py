@@ -40,10 +40,10 @@ class FirstStep(daskdl.Callback):
 
 def first_step_s(client: Client) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        own = trainer(client, callbacks=[FirstStep(folder)])
+        fitted = trainer(client, callbacks=[FirstStep(folder)])
         data = samples(20 * BATCH)
         began = time.time()
-        own.fit(*data, batch_size=BATCH)
+        fitted.fit(*data, batch_size=BATCH)
         return max(float(path.read_text()) for path in Path(folder).iterdir()) - began
 
 
@@ -55,8 +55,8 @@ def warm() -> None:
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     def row(case: str, runs: int) -> dict[str, Any]:
-        found = [{"seconds": first_step_s(client)} for _ in range(runs)]
-        return {"case": case, **medians(found), "runs": runs}
+        rounds = [{"seconds": first_step_s(client)} for _ in range(runs)]
+        return {"case": case, **medians(rounds), "runs": runs}
 
     with tempfile.TemporaryDirectory() as cache:
         os.environ["NUMBA_CACHE_DIR"] = cache  # inherited by the workers

@@ -73,9 +73,9 @@ def survivors_s(
     killed: float, ends: dict[int, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of their steps before and after the kill, without the first steps."""
-    found = [ends[replica][5:] for replica in range(WORKERS) if replica != KILLED]
-    before = [np.diff(end)[end[1:] < killed] for end in found]
-    after = [np.diff(end)[end[1:] >= killed] for end in found]
+    step_ends = [ends[replica][5:] for replica in range(WORKERS) if replica != KILLED]
+    before = [np.diff(end)[end[1:] < killed] for end in step_ends]
+    after = [np.diff(end)[end[1:] >= killed] for end in step_ends]
     return np.concatenate(before), np.concatenate(after)
 
 

@@ -62,22 +62,22 @@ class Network:
         self._made = contextlib.ExitStack()
 
     def __enter__(self):
-        with contextlib.ExitStack() as made:  # undone after an error
-            self._bridge = self._make_bridge(made)
+        with contextlib.ExitStack() as undo:  # undone after an error
+            self._bridge = self._make_bridge(undo)
             number = self._bridge.removeprefix("daskdl")
             self.address = f"198.18.{number}.1"
             self.addresses = [f"198.18.{number}.{2 + host}" for host in self._hosts]
             run(f"ip address add {self.address}/24 dev {self._bridge}")
             run(f"ip link set {self._bridge} up")
             for host in self._hosts:
-                self._make_host(host, made)
-            self._made = made.pop_all()
+                self._make_host(host, undo)
+            self._made = undo.pop_all()
         return self
 
     def __exit__(self, *exc_info):
         self._made.close()
 
-    def _make_bridge(self, made):
+    def _make_bridge(self, undo):
         for more in range(NETWORKS):
             # Not a number that another process has just released.
             number = (os.getpid() + more) % NETWORKS
@@ -87,16 +87,16 @@ class Network:
                 if "File exists" not in str(error):
                     raise
             else:
-                made.callback(run, f"ip link delete daskdl{number}")
+                undo.callback(run, f"ip link delete daskdl{number}")
                 return f"daskdl{number}"
         raise CommandError(f"there are {NETWORKS} networks already")
 
-    def _make_host(self, host, made):
+    def _make_host(self, host, undo):
         name, address = self.name(host), self.addresses[host]
         run(f"ip netns add {name}")
-        made.callback(run, f"ip netns delete {name}")
+        undo.callback(run, f"ip netns delete {name}")
         run(f"ip link add {name} type veth peer name {INNER} netns {name}")
-        made.callback(run, f"ip link delete {name}")
+        undo.callback(run, f"ip link delete {name}")
         run(f"ip link set {name} master {self._bridge} up")
         run(f"ip -n {name} address add {address}/24 dev {INNER}")
         run(f"ip -n {name} link set {INNER} up")

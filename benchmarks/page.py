@@ -67,29 +67,29 @@ def measured(client: Client, case: str, epochs: int) -> dict[str, float]:
     client.run(reporting, reports)
     x, y = samples(ROWS)
     with looking(client) if looked_at else contextlib.nullcontext():
-        before, own = client.run(time.process_time), time.process_time()
+        before, scheduler_cpu_s = client.run(time.process_time), time.process_time()
         began = time.perf_counter()
         history = trainer(client).fit(x, y, epochs=epochs, batch_size=BATCH)
         seconds = time.perf_counter() - began
-        own = time.process_time() - own
+        scheduler_cpu_s = time.process_time() - scheduler_cpu_s
         after = client.run(time.process_time)
     steps = sum(history.column("examples")) / BATCH
     return {
         "samples_per_s": history[-1]["examples_per_s"],
         "worker_ms": 1e3 * (sum(after.values()) - sum(before.values())) / steps,
-        "scheduler_cores": own / seconds,
+        "scheduler_cores": scheduler_cpu_s / seconds,
     }
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    found: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
+    rounds_of: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
     for _ in range(asked.rounds):
-        for case, rounds in found.items():
+        for case, rounds in rounds_of.items():
             with local_client(2) as client:
                 measured(client, "no reports", 1)  # begins the page, and compiles
                 rounds.append(measured(client, case, asked.epochs))
-    base = found["no reports"]
-    for case, rounds in found.items():
+    base = rounds_of["no reports"]
+    for case, rounds in rounds_of.items():
         ratio = median_ratio(rounds, base, "worker_ms")
         yield {"case": case, **medians(rounds), "ratio": ratio, "rounds": rounds}
 

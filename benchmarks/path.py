@@ -94,8 +94,10 @@ class Calls:
         code, at = frame.f_code, frame.f_lasti
         if id(code) not in self._known:
             module, name = frame.f_globals.get("__name__", ""), code.co_qualname
-            own = f"{module}.".startswith("daskdl.") and code.co_name not in INLINED
-            function = own and code.co_flags & inspect.CO_NEWLOCALS
+            of_daskdl = (
+                f"{module}.".startswith("daskdl.") and code.co_name not in INLINED
+            )
+            function = of_daskdl and code.co_flags & inspect.CO_NEWLOCALS
             self._known[id(code)] = code, (module, name) if function else None
         _, function = self._known[id(code)]
         resumed = code.co_flags & RESUMABLE and code.co_code[at : at + 2] != START
@@ -255,8 +257,12 @@ def main(arguments: Sequence[str]) -> None:
     print("\nreplica   steps  calls/step  modules/step")
     for number, thread in enumerate(replicas):
         per_step = median(step.total() for step in thread.steps)
-        own = median(len({module for module, _ in step}) for step in thread.steps)
-        print(f"{number:<7}{len(thread.steps):>8}{per_step:>12.0f}{own:>14.0f}")
+        modules_per_step = median(
+            len({module for module, _ in step}) for step in thread.steps
+        )
+        print(
+            f"{number:<7}{len(thread.steps):>8}{per_step:>12.0f}{modules_per_step:>14.0f}"
+        )
 
     print("\non threads       steps  calls/step")
     for exchanging, counts_of_steps in on_threads.items():

@@ -39,13 +39,13 @@ def measured(name: str, workers: int, steps: int) -> float:
     """Samples/s in the second epoch of a fit."""
     model, shape, factor = MODELS[name]
     with local_client(workers) as client:
-        own = data(steps * factor * BATCH * workers, shape)
-        fitted = trainer(client, model).fit(*own, epochs=2, batch_size=BATCH)
+        dataset = data(steps * factor * BATCH * workers, shape)
+        fitted = trainer(client, model).fit(*dataset, epochs=2, batch_size=BATCH)
         return float(fitted[-1]["examples_per_s"])
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {
+    rounds_of: dict[tuple[str, int], list[dict[str, Any]]] = {
         (name, workers): [] for name in MODELS for workers in WORKERS
     }
     for _ in range(asked.rounds):
@@ -60,13 +60,13 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 threads=1,
             )
             for row in plan.rows:
-                own = measured(name, row.workers, asked.steps)
-                found[name, row.workers].append(
-                    {"predicted": row.samples_per_s, "measured": own}
+                step = measured(name, row.workers, asked.steps)
+                rounds_of[name, row.workers].append(
+                    {"predicted": row.samples_per_s, "measured": step}
                     | {"limit": row.limit}
                 )
-                print(f"# {name} {row.workers}: {row.samples_per_s:,.0f}, {own:,.0f}")
-    for (name, workers), rounds in found.items():
+                print(f"# {name} {row.workers}: {row.samples_per_s:,.0f}, {step:,.0f}")
+    for (name, workers), rounds in rounds_of.items():
         limit = statistics.mode(row.pop("limit") for row in rounds)
         for row in rounds:
             row["ratio"] = row["predicted"] / row["measured"]

@@ -122,11 +122,11 @@ def _set_up(
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with _set_up(asked) as (client, models):
         for name, (model, shape) in models.items():
-            found = [
+            rounds = [
                 measured(model, shape, asked.blocks, client)
                 for _ in range(asked.rounds + 1)
             ]
-            yield {"case": name, "rows": asked.blocks * BLOCK, **medians(found[1:])}
+            yield {"case": name, "rows": asked.blocks * BLOCK, **medians(rounds[1:])}
 
 
 IN_MEMORY_TEXT = """Prediction of rows in the client's memory, beside one process.
@@ -143,11 +143,11 @@ Run:      python -m benchmarks predict-in-memory --rounds 5
 def processor_s() -> tuple[float, float]:
     """Of this process so far, and of the processes that it has started."""
     here = psutil.Process()
-    own, *others = (
+    addressed, *others = (
         sum(process.cpu_times()[:2])
         for process in (here, *here.children(recursive=True))
     )
-    return own, sum(others)
+    return addressed, sum(others)
 
 
 def sent(model: nn.Module, X: np.ndarray, client: Client) -> dict[str, float]:
@@ -175,10 +175,10 @@ def in_memory_rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     ):
         for name, (model, shape) in models.items():
             X = np.concatenate([block_of(i, shape) for i in range(asked.blocks)])
-            for way, own in (("relayed", client), ("direct", direct)):
-                found = [sent(model, X, own) for _ in range(asked.rounds + 1)]
+            for way, connected in (("relayed", client), ("direct", direct)):
+                rounds = [sent(model, X, connected) for _ in range(asked.rounds + 1)]
                 case = {"case": f"{name}, {way}", "rows": len(X)}
-                yield case | medians(found[1:])
+                yield case | medians(rounds[1:])
 
 
 OPTIONS = {

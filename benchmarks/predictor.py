@@ -88,8 +88,8 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 ways: dict[str, Call] = {"one by one": one_by_one(model)}
                 clients = {"threads": False, "proxy": proxy, "direct": direct}
                 for how, client in clients.items():
-                    own = daskdl.Predictor(model, replicas=WORKERS, client=client)
-                    ways[f"predictor, {how}"] = ends.enter_context(own)
+                    predictor = daskdl.Predictor(model, replicas=WORKERS, client=client)
+                    ways[f"predictor, {how}"] = ends.enter_context(predictor)
                 for callers in CALLERS:
                     for call in ways.values():
                         measure(call, callers, max(64, asked.calls // 10), widths[0])

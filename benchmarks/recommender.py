@@ -100,14 +100,14 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
     for optimizer in OPTIMIZERS:
         for replicas in asked.replicas:
-            found = {
+            losses = {
                 way: [error(way, optimizer, replicas, seed) for seed in asked.seeds]
                 for way in WAYS
             }
-            base = found["synchronous"]
-            for way, errors in found.items():
+            base = losses["synchronous"]
+            for way, errors in losses.items():
                 pairs = zip(errors, base, strict=True)
-                gains = [100 * (1 - own / other) for own, other in pairs]
+                gains = [100 * (1 - loss / base) for loss, base in pairs]
                 yield {
                     "optimizer": optimizer,
                     "replicas": replicas,

@@ -91,13 +91,13 @@ def section(result: Result, picture: str | None) -> str:
 
 def page(results: Path = FOLDER, pictures: Path | None = None) -> str:
     """The text of the page; pictures are drawn where a folder is given."""
-    found, parts = newest(results), []
+    newest_results, parts = newest(results), []
     for heading, name in SECTIONS.items():
-        path = found.get(name)
+        path = newest_results.get(name)
         if path is None:
             continue
         if path.suffix == ".md":
-            own = path.read_text().strip()
+            prose = path.read_text().strip()
         else:
             result, plot = load(path), question_of(name).plot
             picture = None if plot is None else f"images/benchmark_{name}.png"
@@ -109,8 +109,8 @@ def page(results: Path = FOLDER, pictures: Path | None = None) -> str:
                     dpi=100,
                     metadata={"Software": None},
                 )
-            own = section(result, picture)
-        parts.append(f"\n## {heading}\n\n{own}\n")
+            prose = section(result, picture)
+        parts.append(f"\n## {heading}\n\n{prose}\n")
     names = [*QUESTIONS, *TOOLS]
     table = "".join(f"| `{name}` | {purpose(name)} |\n" for name in names)
     return HEAD + table + "".join(parts)
@@ -172,11 +172,11 @@ def bars(result: Result, value: str, *labels: str, group: str | None = None) -> 
     groups = len({row[group] for row in rows}) if group else 1
     height = 0.9 + 0.24 * len(rows) / max(1, groups)
     figure, panels = _panels(rows, group, height)
-    for (name, own), axis in panels:
-        names = [", ".join(named(row, label) for label in labels) for row in own]
-        made = axis.barh(names, [row[value] for row in own])
-        shown = [cell(row, value, result.columns[value]) for row in own]
-        axis.bar_label(made, shown, fontsize=7, padding=2)
+    for (name, panel_rows), axis in panels:
+        names = [", ".join(named(row, label) for label in labels) for row in panel_rows]
+        bars = axis.barh(names, [row[value] for row in panel_rows])
+        shown = [cell(row, value, result.columns[value]) for row in panel_rows]
+        axis.bar_label(bars, shown, fontsize=7, padding=2)
         axis.margins(x=0.2)
         axis.invert_yaxis()
         axis.set_title(f"{title(group)}: {name}" if group else "", fontsize=9)
@@ -188,8 +188,8 @@ def curves(result: Result, label: str, group: str) -> Any:
     """Score over seconds of training, of the rows that have a curve."""
     rows = [row for row in result.rows if row.get("curve")]
     figure, panels = _panels(rows, group, 3.2, sharey=True)
-    for (name, own), axis in panels:
-        for row in own:
+    for (name, panel_rows), axis in panels:
+        for row in panel_rows:
             seconds, scores = zip(*row["curve"], strict=True)
             axis.plot(seconds, scores, label=row[label], linewidth=1)
         axis.set_title(f"{title(group)}: {name}", fontsize=9)
@@ -203,8 +203,8 @@ def lines(result: Result, x: str, y: str, group: str, label: str) -> Any:
     figure, panels = _panels(result.rows, group, 2.8, sharey=True)
     for (name, rows), axis in panels:
         for value in dict.fromkeys(row[label] for row in rows):
-            own = [row for row in rows if row[label] == value]
-            xs, ys = [row[x] for row in own], [row[y] for row in own]
+            labelled = [row for row in rows if row[label] == value]
+            xs, ys = [row[x] for row in labelled], [row[y] for row in labelled]
             axis.plot(xs, ys, marker="o", markersize=4, label=f"{title(label)} {value}")
         axis.set_xscale("log", base=2)
         axis.set_xticks(xs, [f"{value:g}" for value in xs])

@@ -31,36 +31,36 @@ def hardware_here() -> dict[str, object]:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     path = Path("/proc/cpuinfo")
     text = path.read_text() if path.exists() else ""
-    found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    match = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     return {
-        "processor": found[1] if found else platform.processor() or platform.machine(),
+        "processor": match[1] if match else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(pages / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
 
 
-def slug(found: Mapping[str, Any]) -> str:
+def slug(hardware: Mapping[str, Any]) -> str:
     """Hardware as a part of a file name.
 
     Example:
         >>> slug({"processor": "Intel(R) Xeon(R) Processor @ 2.50GHz", "cores": 2})
         'xeon-2.50ghz-2cores'
     """
-    words = re.sub(r"\(.*?\)", " ", str(found["processor"])).lower()
+    words = re.sub(r"\(.*?\)", " ", str(hardware["processor"])).lower()
     words = re.sub(r"\b(intel|amd|cpu|processor)\b|@", " ", words)
     kept = re.findall(r"[a-z0-9.]+", words)
-    return "-".join([*kept[:4], f"{found['cores']}cores"])
+    return "-".join([*kept[:4], f"{hardware['cores']}cores"])
 
 
 def versions_here() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def commit_of_checkout() -> str | None:
@@ -141,11 +141,11 @@ def in_turns(
     cases: Mapping[Any, Callable[[], Any]], rounds: int
 ) -> dict[Any, list[Any]]:
     """What each case returns in each round; the cases take turns."""
-    found: dict[Any, list[Any]] = {name: [] for name in cases}
+    results: dict[Any, list[Any]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, measure in cases.items():
-            found[name].append(measure())
-    return found
+            results[name].append(measure())
+    return results
 
 
 def medians(rounds: Sequence[Row]) -> dict[str, float]:
@@ -153,15 +153,15 @@ def medians(rounds: Sequence[Row]) -> dict[str, float]:
     columns = {name: [row[name] for row in rounds if row.get(name) is not None]
                for name in rounds[0]}  # fmt: skip
     return {
-        name: float(statistics.median(own)) if own else math.nan
-        for name, own in columns.items()
+        name: float(statistics.median(values)) if values else math.nan
+        for name, values in columns.items()
     }
 
 
-def median_ratio(own: Sequence[Row], base: Sequence[Row], column: str) -> float:
+def median_ratio(rows: Sequence[Row], base: Sequence[Row], column: str) -> float:
     """Median over rounds of a column, relative to the same round of a baseline."""
-    pairs = zip(own, base, strict=True)
-    return statistics.median(one[column] / other[column] for one, other in pairs)
+    pairs = zip(rows, base, strict=True)
+    return statistics.median(row[column] / base_row[column] for row, base_row in pairs)
 
 
 # ---- tables

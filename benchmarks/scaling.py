@@ -77,15 +77,15 @@ def measured(
         progress=False,
     )
     rows = data(work, steps * work.batch_size * workers)
-    found = trainer.fit(*rows, epochs=2, batch_size=work.batch_size)[-1]
-    taken = found["examples"] / work.batch_size
+    epoch = trainer.fit(*rows, epochs=2, batch_size=work.batch_size)[-1]
+    taken = epoch["examples"] / work.batch_size
     return {
-        "samples_per_s": found["examples_per_s"],
+        "samples_per_s": epoch["examples_per_s"],
         "plain": base,
-        "efficiency": found["examples_per_s"] / base,
-        "sent_kb_per_step": found["sent_bytes"] / taken / 1e3,
-        "density": found["density"],
-        "waited": sum(found["waits"].values()) / found["seconds"] / workers,
+        "efficiency": epoch["examples_per_s"] / base,
+        "sent_kb_per_step": epoch["sent_bytes"] / taken / 1e3,
+        "density": epoch["density"],
+        "waited": sum(epoch["waits"].values()) / epoch["seconds"] / workers,
     }
 
 
@@ -98,12 +98,15 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     measured(client, asked, workers, every, seed)
                     for seed in asked.seeds
                 ]
-                own = medians(rounds)
-                one = ones.setdefault(every, own["samples_per_s"] / workers)
+                median_row = medians(rounds)
+                of_one = ones.setdefault(every, median_row["samples_per_s"] / workers)
                 case = f"{asked.work}, exchange_every={every}"
-                yield {"case": case, "workers": workers, **own, "rounds": rounds} | {
-                    "to_one": own["samples_per_s"] / one
-                }
+                yield {
+                    "case": case,
+                    "workers": workers,
+                    **median_row,
+                    "rounds": rounds,
+                } | {"to_one": median_row["samples_per_s"] / of_one}
 
 
 QUESTION = Question(

@@ -48,16 +48,16 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         clients = {n: ends.enter_context(local_client(n)) for n in (1, 2)}
 
         def loops(processes: int, kept: bool) -> dict[str, float]:
-            found = pools[processes].starmap(
+            results = pools[processes].starmap(
                 plain, [(steps, kept)] * processes, chunksize=1
             )
-            return {"samples_per_s": sum(found), "sent_kb_per_step": 0, "density": 0}
+            return {"samples_per_s": sum(results), "sent_kb_per_step": 0, "density": 0}
 
         def fit(workers: int, **options: int) -> dict[str, float]:
             master = daskdl.GradientSharing(**options)
-            own = trainer(clients[workers], master=master)
+            fitted = trainer(clients[workers], master=master)
             data = samples(steps * BATCH * workers)
-            counted = own.fit(*data, epochs=EPOCHS, batch_size=BATCH)[-COUNTED:]
+            counted = fitted.fit(*data, epochs=EPOCHS, batch_size=BATCH)[-COUNTED:]
             examples = sum(row["examples"] for row in counted)
             seconds = sum(row["examples"] / row["examples_per_s"] for row in counted)
             sent = sum(row["sent_bytes"] for row in counted)
@@ -77,14 +77,19 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             ("the same, exchange_every=1", 2): lambda: fit(2, exchange_every=1),
             ("the same, exchange_every=16", 2): lambda: fit(2, exchange_every=16),
         }
-        found = in_turns(cases, asked.rounds)
+        timings = in_turns(cases, asked.rounds)
     plain_of = {1: list(cases)[:2], 2: list(cases)[3:5]}
-    for (case, processes), own in found.items():
+    for (case, processes), rounds in timings.items():
         ratio, ratio_kept = (
-            median_ratio(own, found[base], "samples_per_s")
+            median_ratio(rounds, timings[base], "samples_per_s")
             for base in plain_of[processes]
         )
-        yield {"case": case, **medians(own), "ratio": ratio, "ratio_kept": ratio_kept}
+        yield {
+            "case": case,
+            **medians(rounds),
+            "ratio": ratio,
+            "ratio_kept": ratio_kept,
+        }
 
 
 QUESTION = Question(

@@ -71,18 +71,18 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         course = replace(course, target=target, seconds=asked.limit)
         for rate in asked.rates:
             place.limit(rate)
-            found = {"single": single}
+            outcomes = {"single": single}
             for name in dict.fromkeys(["ddp", *asked.contestants]):
                 if name not in factors:
                     factors[name] = tuned(
                         place, name, course, seeds[0], asked.rate_factors
                     )
-                own = replace(course, rate_factor=factors[name])
-                found[name] = runs_of(place, name, own, seeds)
+                adapted = replace(course, rate_factor=factors[name])
+                outcomes[name] = runs_of(place, name, adapted, seeds)
             case = {"rate": rate, "work": asked.work, "target": target}
-            for name, runs in found.items():
+            for name, runs in outcomes.items():
                 case["rate_factor"] = factors[name]
-                yield case | row(name, runs, single, found["ddp"])
+                yield case | row(name, runs, single, outcomes["ddp"])
 
 
 def tuned(
@@ -151,8 +151,8 @@ def seconds(runs: Runs) -> float:
         >>> seconds([{"reached_s": 3.0}, {"reached_s": 5.0}]), seconds([{"error": "!"}])
         (4.0, nan)
     """
-    found = [run.get("reached_s") for run in runs]
-    return math.nan if None in found else statistics.median(found)
+    times = [run.get("reached_s") for run in runs]
+    return math.nan if None in times else statistics.median(times)
 
 
 QUESTION = Question(

@@ -58,7 +58,7 @@ def measured(
     entries = ((positions + 1) * signs).astype(np.int32)
     positions_K = positions.astype(np.int32)
     sizes = payload_sizes(size, entries)
-    one, blocks = (
+    whole, blocks = (
         golomb.plan_with(b, size, positions_K).length + (count + 7) // 8
         for b in (golomb.WHOLE, golomb.BLOCK)
     )
@@ -66,7 +66,7 @@ def measured(
         len(encode(STAMP, size, THRESHOLD, entries, kind)) - HEADER_BYTES
         for kind in (Kind.GAPS, Kind.BITMAP)
     )
-    bound, body, leveled = bound_bytes(size, count), min(one, blocks), None
+    bound, body, leveled = bound_bytes(size, count), min(whole, blocks), None
     if levels_K is not None:
         lengths = {
             kind: pack(size, entries, levels_K, kind).length
@@ -90,7 +90,7 @@ def measured(
         "varint": varint_bytes(positions_K),
         "bitmap": sizes[Kind.BITMAP],
         "bitmap_lz4": bitmap_lz4,
-        "one": one,  # GAPS with one Rice parameter
+        "one": whole,  # GAPS with one Rice parameter
         "blocks": blocks,  # GAPS with one per block
         "gaps_lz4": gaps_lz4,  # the smaller of the two, with lz4
         "levels": leveled,

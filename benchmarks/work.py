@@ -89,14 +89,14 @@ class Task:
         rates = dict(zip(OPTIMIZERS, self.learning_rates, strict=True))
         return functools.partial(OPTIMIZERS[name], lr=rate_factor * rates[name])
 
-    def better(self, score: float, other: float) -> bool:
+    def better(self, score: float, best: float) -> bool:
         """Whether a score is at least as good as another.
 
         Example:
             >>> WORKS["mlp"].better(0.95, 0.9), WORKS["characters"].better(2.1, 2.0)
             (True, False)
         """
-        return score >= other if self.score == "accuracy" else score <= other
+        return score >= best if self.score == "accuracy" else score <= best
 
     def test(self, model: nn.Module, x: Tensor, y: Tensor) -> float:
         """Score of a model, whose mode is kept."""
@@ -185,7 +185,7 @@ class Block(nn.Module):
         self.heads = heads
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.own = nn.Sequential(
+        self.feed_forward = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
@@ -196,7 +196,7 @@ class Block(nn.Module):
             query, key, value, is_causal=True
         )
         x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.own(self.between(x))
+        return x + self.feed_forward(self.between(x))
 
 
 def text(length: int = 32, lines: int = 1800) -> Split:
@@ -239,10 +239,10 @@ def _drawn(small: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     large = nn.functional.interpolate(pixels, (DIGIT, DIGIT), mode="bilinear")
     canvas = np.zeros((len(small), SIDE, SIDE), np.float32)
     places = rng.integers(0, SIDE - DIGIT + 1, (len(small), 2))
-    for own, image, (top, left) in zip(
+    for patch, image, (top, left) in zip(
         canvas, large[:, 0].numpy(), places, strict=True
     ):
-        own[top : top + DIGIT, left : left + DIGIT] = image
+        patch[top : top + DIGIT, left : left + DIGIT] = image
     return canvas
 
 

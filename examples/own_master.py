@@ -60,8 +60,8 @@ class GossipExchange(daskdl.Exchange):
             return
         theirs = self.channel.fetch_blob(self.random.choice(peers), "model")
         if theirs is not None:  # else that peer has just left
-            own = self.arrays()
-            self.load({name: (own[name] + theirs[name]) / 2 for name in own})
+            mine = self.arrays()
+            self.load({name: (mine[name] + theirs[name]) / 2 for name in mine})
         self.publish()
         self.channel.progress(self.steps)
 

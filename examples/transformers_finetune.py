@@ -104,7 +104,9 @@ def main():
         print(f"test accuracy {trainer.evaluate(tokens, labels)['accuracy']:.4f}")
         logits = trainer.predict(tokens, output="logits")
         good = logits.argmax(dim=1) == 1
-        example = next(text for text, own in zip(texts, good, strict=True) if own)
+        example = next(
+            text for text, is_good in zip(texts, good, strict=True) if is_good
+        )
         print(f"{int(good.sum())} of {len(texts)} are good, such as: {example}")
 
 

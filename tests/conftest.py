@@ -57,10 +57,10 @@ def pytest_pyfunc_call(pyfuncitem):
     test = pyfuncitem.obj
     if not inspect.iscoroutinefunction(test):
         return None
-    given = {
+    marked = {
         name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters
     }
-    asyncio.run(test(**given))
+    asyncio.run(test(**marked))
     return True
 
 
@@ -78,7 +78,7 @@ def pytest_collection():
 def pytest_collect_file():
     """Leave out doctests: only daskdl has some."""
     collectors = yield
-    return [one for one in collectors if type(one) is pytest.Module]
+    return [collector for collector in collectors if type(collector) is pytest.Module]
 
 
 def pytest_addoption(parser):
@@ -159,9 +159,9 @@ def bucket(s3_endpoint):
 @pytest.fixture
 def in_memory():
     """A series of checkpoints without any; its folder is not there yet."""
-    own = store_of(f"memory://checkpoints-{next(_numbers)}")
-    yield Series(own)
-    own.delete_all()
+    store = store_of(f"memory://checkpoints-{next(_numbers)}")
+    yield Series(store)
+    store.delete_all()
 
 
 @pytest.fixture(params=["memory", "local"])

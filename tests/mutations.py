@@ -139,8 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for (number, mutation), end in zip(mutations.items(), ends, strict=True):
                 print(f"{number} {mutation.file}: {mutation.why}: {end}", flush=True)
                 survived += [number] * (end != "found")
-    found = len(mutations) - len(survived)
-    print(f"{found} of {len(mutations)} mutations were found; others: {survived}")
+    killed = len(mutations) - len(survived)
+    print(f"{killed} of {len(mutations)} mutations were found; others: {survived}")
     return int(bool(survived))
 
 

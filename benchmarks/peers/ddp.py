@@ -30,14 +30,14 @@ POWERSGD_FIRST = 2  # its first step, from 0; no earlier one is allowed
 
 
 @contextlib.contextmanager
-def group(own: Arguments) -> Iterator[None]:
+def group(arguments: Arguments) -> Iterator[None]:
     """All processes of the contestant as the default group."""
-    os.environ["GLOO_SOCKET_IFNAME"] = own.interface
+    os.environ["GLOO_SOCKET_IFNAME"] = arguments.interface
     distributed.init_process_group(
         "gloo",
-        f"tcp://{own.address}:{own.port + 1}",
-        rank=own.rank,
-        world_size=own.world,
+        f"tcp://{arguments.address}:{arguments.port + 1}",
+        rank=arguments.rank,
+        world_size=arguments.world,
         timeout=PATIENCE,
     )
     try:
@@ -47,7 +47,7 @@ def group(own: Arguments) -> Iterator[None]:
 
 
 def data_parallel(
-    own: Arguments, meeting: Meeting, module: nn.Module, hook: str
+    arguments: Arguments, meeting: Meeting, module: nn.Module, hook: str
 ) -> None:
     """Average gradients in each step."""
     # PowerSGD's hook starts collectives in callbacks, with several buckets in another
@@ -62,11 +62,13 @@ def data_parallel(
             None, matrix_approximation_rank=1, start_powerSGD_iter=POWERSGD_FIRST
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer = own.new_optimizer()(model.parameters())
-    train(own, meeting, model, optimizer, block=1, least=least, scored=module)
+    optimizer = arguments.new_optimizer()(model.parameters())
+    train(arguments, meeting, model, optimizer, block=1, least=least, scored=module)
 
 
-def post_local(own: Arguments, meeting: Meeting, module: nn.Module, every: int) -> None:
+def post_local(
+    arguments: Arguments, meeting: Meeting, module: nn.Module, every: int
+) -> None:
     """Average models every few steps, without a warm-up of synchronous steps."""
     model = DistributedDataParallel(module)
     # Each process is its own subgroup, so gradients are not averaged.
@@ -74,30 +76,30 @@ def post_local(own: Arguments, meeting: Meeting, module: nn.Module, every: int) 
     state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=0)
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     optimizer = PostLocalSGDOptimizer(
-        own.new_optimizer()(model.parameters()),
+        arguments.new_optimizer()(model.parameters()),
         averagers.PeriodicModelAverager(period=every, warmup_steps=0),
     )
-    train(own, meeting, model, optimizer, block=every, scored=module)
+    train(arguments, meeting, model, optimizer, block=every, scored=module)
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--way", choices=("plain", "ddp", "post-local"), default="ddp")
-    made.add_argument("--hook", choices=("none", "fp16", "powersgd"), default="none")
-    made.add_argument("--every", type=int, default=16, help="steps between two means")
-    own, more = read(made)
-    meeting, module = Meeting(own), own.model()
+    cli = parser(__doc__)
+    cli.add_argument("--way", choices=("plain", "ddp", "post-local"), default="ddp")
+    cli.add_argument("--hook", choices=("none", "fp16", "powersgd"), default="none")
+    cli.add_argument("--every", type=int, default=16, help="steps between two means")
+    arguments, more = read(cli)
+    meeting, module = Meeting(arguments), arguments.model()
     if more.way == "plain":
-        optimizer = own.new_optimizer()(module.parameters())
-        train(own, meeting, module, optimizer, block=None)
-        report(own, meeting)
+        optimizer = arguments.new_optimizer()(module.parameters())
+        train(arguments, meeting, module, optimizer, block=None)
+        report(arguments, meeting)
         return
-    with group(own):
+    with group(arguments):
         if more.way == "ddp":
-            data_parallel(own, meeting, module, more.hook)
+            data_parallel(arguments, meeting, module, more.hook)
         else:
-            post_local(own, meeting, module, more.every)
-        report(own, meeting)
+            post_local(arguments, meeting, module, more.every)
+        report(arguments, meeting)
 
 
 if __name__ == "__main__":

@@ -29,16 +29,16 @@ from benchmarks.peers.loop import (
 
 @contextlib.contextmanager
 def managed(
-    own: Arguments, model: nn.Module, optimizer: torch.optim.Optimizer
+    arguments: Arguments, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[Manager]:
     """The manager of this process's group; rank 0 also has the lighthouse."""
-    os.environ["GLOO_SOCKET_IFNAME"] = own.interface
-    lighthouse = own.port + 1
-    if own.rank == 0:
-        light = LighthouseServer(f"0.0.0.0:{lighthouse}", min_replicas=own.world)
+    os.environ["GLOO_SOCKET_IFNAME"] = arguments.interface
+    lighthouse = arguments.port + 1
+    if arguments.rank == 0:
+        light = LighthouseServer(f"0.0.0.0:{lighthouse}", min_replicas=arguments.world)
     store = TCPStore(
-        own.own,
-        own.port + 2 + own.rank,
+        arguments.host,
+        arguments.port + 2 + arguments.rank,
         is_master=True,
         timeout=PATIENCE,
         wait_for_workers=False,
@@ -55,24 +55,24 @@ def managed(
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
         },
-        min_replica_size=own.world,
+        min_replica_size=arguments.world,
         use_async_quorum=False,
         timeout=PATIENCE,
         quorum_timeout=PATIENCE,
         rank=0,
         world_size=1,
-        store_addr=own.own,
+        store_addr=arguments.host,
         store_port=store.port,
-        lighthouse_addr=f"http://{own.address}:{lighthouse}",
-        replica_id=f"replica_{own.rank}",
-        hostname=own.own,
+        lighthouse_addr=f"http://{arguments.address}:{lighthouse}",
+        replica_id=f"replica_{arguments.rank}",
+        hostname=arguments.host,
         init_sync=False,  # all begin with the same seed
     )
     try:
         yield manager
     finally:
         manager.shutdown(wait=False)
-        if own.rank == 0:
+        if arguments.rank == 0:
             light.shutdown()
 
 
@@ -87,16 +87,16 @@ def rule(
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--rule", choices=("local-sgd", "diloco"), default="local-sgd")
-    made.add_argument("--every", type=int, default=16, help="steps between two means")
-    own, more = read(made)
-    meeting, model = Meeting(own), own.model()
-    inner = own.new_optimizer()(model.parameters())
-    with managed(own, model, inner) as manager:
+    cli = parser(__doc__)
+    cli.add_argument("--rule", choices=("local-sgd", "diloco"), default="local-sgd")
+    cli.add_argument("--every", type=int, default=16, help="steps between two means")
+    arguments, more = read(cli)
+    meeting, model = Meeting(arguments), arguments.model()
+    inner = arguments.new_optimizer()(model.parameters())
+    with managed(arguments, model, inner) as manager:
         with rule(more.rule, manager, model, inner, more.every):
-            train(own, meeting, model, inner, block=more.every)
-        report(own, meeting)
+            train(arguments, meeting, model, inner, block=more.every)
+        report(arguments, meeting)
 
 
 if __name__ == "__main__":

@@ -22,28 +22,28 @@ MATCHMAKING_S = 3.0
 AVERAGING_S = 120.0  # twice what 23 MB take at the slowest rate, both ways
 
 
-def table(own: Arguments, meeting: Meeting) -> hivemind.DHT:
+def table(arguments: Arguments, meeting: Meeting) -> hivemind.DHT:
     """The distributed hash table, started by rank 0."""
-    first: list[str] = [] if own.rank == 0 else meeting.get("initial peers")
+    first: list[str] = [] if arguments.rank == 0 else meeting.get("initial peers")
     dht = hivemind.DHT(
-        host_maddrs=[f"/ip4/{own.own}/tcp/0"], initial_peers=first, start=True
+        host_maddrs=[f"/ip4/{arguments.host}/tcp/0"], initial_peers=first, start=True
     )
-    if own.rank == 0:
+    if arguments.rank == 0:
         meeting.put("initial peers", [str(a) for a in dht.get_visible_maddrs()])
     return dht
 
 
 def optimizer_of(
-    own: Arguments, dht: hivemind.DHT, model: nn.Module, every: int
+    arguments: Arguments, dht: hivemind.DHT, model: nn.Module, every: int
 ) -> torch.optim.Optimizer:
     """Averages after so many steps of each process."""
     return hivemind.Optimizer(
         dht=dht,
-        run_id=f"benchmark-{int(own.began)}",
+        run_id=f"benchmark-{int(arguments.began)}",
         params=model.parameters(),
-        optimizer=own.new_optimizer(),
-        batch_size_per_step=own.task.batch_size,
-        target_batch_size=every * own.task.batch_size * own.world,
+        optimizer=arguments.new_optimizer(),
+        batch_size_per_step=arguments.task.batch_size,
+        target_batch_size=every * arguments.task.batch_size * arguments.world,
         use_local_updates=True,
         matchmaking_time=MATCHMAKING_S,
         averaging_timeout=AVERAGING_S,
@@ -51,15 +51,15 @@ def optimizer_of(
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--every", type=int, default=16, help="steps between two means")
-    own, more = read(made)
-    meeting, model = Meeting(own), own.model()
-    dht = table(own, meeting)
-    optimizer = optimizer_of(own, dht, model, more.every)
+    cli = parser(__doc__)
+    cli.add_argument("--every", type=int, default=16, help="steps between two means")
+    arguments, more = read(cli)
+    meeting, model = Meeting(arguments), arguments.model()
+    dht = table(arguments, meeting)
+    optimizer = optimizer_of(arguments, dht, model, more.every)
     least = Least(counted=2 * more.every)
-    train(own, meeting, model, optimizer, block=None, least=least)
-    report(own, meeting)
+    train(arguments, meeting, model, optimizer, block=None, least=least)
+    report(arguments, meeting)
     optimizer.shutdown()
     dht.shutdown()
 

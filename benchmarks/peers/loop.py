@@ -27,7 +27,7 @@ class Arguments:
     world: int = 1  # number of processes, one per host
     address: str = "127.0.0.1"  # of the host of rank 0
     port: int = 29400  # the first of ten on that host for the contestant
-    own: str = "127.0.0.1"  # address of this process's host
+    host: str = "127.0.0.1"  # address of this process's host
     interface: str = "lo"  # network interface of this host
     work: str = "mlp"
     seed: int = 0  # of the initial model and of the order of the data
@@ -53,19 +53,19 @@ class Arguments:
 
 def parser(text: str) -> argparse.ArgumentParser:
     """For a contestant's script, which may add options."""
-    made = argparse.ArgumentParser(description=text.splitlines()[0])
+    cli = argparse.ArgumentParser(description=text.splitlines()[0])
     for name, value in vars(Arguments()).items():
         kind = float if value is None else type(value)
-        made.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value)
-    return made
+        cli.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value)
+    return cli
 
 
-def read(made: argparse.ArgumentParser) -> tuple[Arguments, argparse.Namespace]:
+def read(cli: argparse.ArgumentParser) -> tuple[Arguments, argparse.Namespace]:
     """The common arguments, and those of this script."""
-    found = vars(made.parse_args())
-    common = {name: found.pop(name) for name in Arguments.__dataclass_fields__}
+    values = vars(cli.parse_args())
+    common = {name: values.pop(name) for name in Arguments.__dataclass_fields__}
     torch.set_num_threads(1)
-    return Arguments(**common), argparse.Namespace(**found)
+    return Arguments(**common), argparse.Namespace(**values)
 
 
 PATIENCE = timedelta(minutes=30)  # a step of the slowest may take minutes
@@ -74,12 +74,12 @@ PATIENCE = timedelta(minutes=30)  # a step of the slowest may take minutes
 class Meeting:
     """A store of values that all processes of a contestant read and write."""
 
-    def __init__(self, own: Arguments, *, host: bool | None = None) -> None:
-        self._world = own.world
+    def __init__(self, arguments: Arguments, *, host: bool | None = None) -> None:
+        self._world = arguments.world
         self._store = TCPStore(
-            own.address,
-            own.port,
-            is_master=own.rank == 0 if host is None else host,
+            arguments.address,
+            arguments.port,
+            is_master=arguments.rank == 0 if host is None else host,
             timeout=PATIENCE,
             wait_for_workers=False,
         )
@@ -172,7 +172,7 @@ class Gauge:
 
     def __init__(
         self,
-        own: Arguments,
+        arguments: Arguments,
         meeting: Meeting,
         block: int | None,
         copied: Callable[[], Callable[[], float]],
@@ -180,7 +180,7 @@ class Gauge:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._own, self._meeting, self._block, self._copied = (
-            own,
+            arguments,
             meeting,
             block,
             copied,
@@ -188,7 +188,7 @@ class Gauge:
         self._copies: list[tuple[float, Callable[[], float]]] = []
         self._least = least
         self._clock, self._paused = clock, 0.0
-        self._phase = "warm-up" if own.target is None else "timed"
+        self._phase = "warm-up" if arguments.target is None else "timed"
         self._made, self._next, self._blocks = 0, 0, 0
         self._scored_at = 0.0
         self.report = Report()
@@ -301,29 +301,32 @@ def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
         >>> summary([found, found])["samples_per_s"]
         640.0
     """
-    first, steps = reports[0], sum(own["steps"] for own in reports)
+    first, steps = (
+        reports[0],
+        sum(each["steps"] for each in reports),
+    )
     return {
-        "samples_per_s": sum(own["rows"] / own["seconds"] for own in reports),
+        "samples_per_s": sum(each["rows"] / each["seconds"] for each in reports),
         "seconds": first["seconds"],
         "warm_up_s": first["warm_up_s"],
         "startup_s": first["startup_s"],
         "steps": steps,
-        "sent_kb_per_step": sum(own["sent"] for own in reports) / steps / 1e3,
-        "received_kb_per_step": sum(own["received"] for own in reports) / steps / 1e3,
+        "sent_kb_per_step": sum(each["sent"] for each in reports) / steps / 1e3,
+        "received_kb_per_step": sum(each["received"] for each in reports) / steps / 1e3,
         "curve": first["curve"],
         "reached_s": first["reached_s"],
     }
 
 
-def print_summary(own: Arguments, meeting: Meeting, **more: Any) -> None:
+def print_summary(arguments: Arguments, meeting: Meeting, **more: Any) -> None:
     """When all processes have reported."""
-    wanted = own.world if own.target is None else 1
+    wanted = arguments.world if arguments.target is None else 1
     reports = [meeting.get(f"report {rank}") for rank in range(wanted)]
     print(json.dumps(summary(reports) | more), flush=True)
 
 
 def train(
-    own: Arguments,
+    arguments: Arguments,
     meeting: Meeting,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -336,24 +339,24 @@ def train(
     Args:
         scored: The module inside ``model``, if that is a wrapper.
     """
-    x, y, x_test, y_test = map(torch.from_numpy, own.task.split())
-    rng = np.random.default_rng((own.seed, own.rank))
-    mine = slice(own.rank, None, own.world)
-    some = batches(x[mine], y[mine], own.task.batch_size, rng)
+    x, y, x_test, y_test = map(torch.from_numpy, arguments.task.split())
+    rng = np.random.default_rng((arguments.seed, arguments.rank))
+    mine = slice(arguments.rank, None, arguments.world)
+    some = batches(x[mine], y[mine], arguments.task.batch_size, rng)
 
     def copied() -> Callable[[], float]:
         copy = deepcopy(scored or model)
-        return lambda: own.task.test(copy, x_test, y_test)
+        return lambda: arguments.task.test(copy, x_test, y_test)
 
-    gauge = Gauge(own, meeting, block, copied, least)
-    step = plain_step(own.task.loss, model, optimizer)
+    gauge = Gauge(arguments, meeting, block, copied, least)
+    step = plain_step(arguments.task.loss, model, optimizer)
     gauge.begin()
-    while gauge.goes_on(own.task.batch_size):
+    while gauge.goes_on(arguments.task.batch_size):
         step(*next(some))
 
 
-def report(own: Arguments, meeting: Meeting) -> None:
+def report(arguments: Arguments, meeting: Meeting) -> None:
     """Print the summary on rank 0, whose store the others need until then."""
-    if own.rank == 0:
-        print_summary(own, meeting)
+    if arguments.rank == 0:
+        print_summary(arguments, meeting)
     meeting.wait_for_all("end")

@@ -46,8 +46,8 @@ class EnoughError(Exception):
 class Ends(daskdl.Callback):
     """On the client: ends the fit when all replicas that count have reported."""
 
-    def __init__(self, own: Arguments, meeting: Meeting) -> None:
-        wanted = own.world if own.target is None else 1
+    def __init__(self, arguments: Arguments, meeting: Meeting) -> None:
+        wanted = arguments.world if arguments.target is None else 1
         self._names = [f"report {rank}" for rank in range(wanted)]
         self._meeting = meeting
 
@@ -59,22 +59,22 @@ class Ends(daskdl.Callback):
 class Counts(daskdl.Callback):
     """On the workers: counts the steps of a replica, as every other contestant does."""
 
-    def __init__(self, own: Arguments, folder: str) -> None:
-        self._own = own
+    def __init__(self, arguments: Arguments, folder: str) -> None:
+        self._arguments = arguments
         self._tests = Path(folder, TESTS)
         self._gauge: Gauge | None = None
 
     def on_epoch_begin(self, epoch: daskdl.EpochBegin) -> None:
         if self._gauge is None:
-            own = replace(self._own, rank=epoch.replica)
+            of_rank = replace(self._arguments, rank=epoch.replica)
             tests = np.load(self._tests)
             x, y = (torch.from_numpy(tests[name]) for name in "xy")
 
             def copied() -> Callable[[], float]:
                 copy = agreed.copied()
-                return lambda: own.task.test(copy, x, y)
+                return lambda: of_rank.task.test(copy, x, y)
 
-            self._gauge = Gauge(own, Meeting(own, host=False), None, copied)
+            self._gauge = Gauge(of_rank, Meeting(of_rank, host=False), None, copied)
             self._gauge.begin()
 
     def on_step_end(self, step: daskdl.Step) -> None:
@@ -82,18 +82,22 @@ class Counts(daskdl.Callback):
         self._gauge.goes_on(step.examples)
 
 
-def serve(own: Arguments) -> None:
+def serve(arguments: Arguments) -> None:
     """Be a worker on this host, as `dask worker` is one."""
     with tempfile.TemporaryDirectory() as folder, dask.config.set(HOUSEKEEPING):
-        command = [f"tcp://{own.address}:{own.port + 1}", "--nthreads=1", "--no-nanny"]
-        command += [f"--host={own.own}", f"--local-directory={folder}"]
+        command = [
+            f"tcp://{arguments.address}:{arguments.port + 1}",
+            "--nthreads=1",
+            "--no-nanny",
+        ]
+        command += [f"--host={arguments.host}", f"--local-directory={folder}"]
         command += ["--no-dashboard", f"--death-timeout={START_S}"]
         dask_worker.main(command)
 
 
-def write_files(own: Arguments, folder: Path) -> str:
+def write_files(arguments: Arguments, folder: Path) -> str:
     """Write the rows for training, in parts, and for tests; returns a pattern."""
-    x, y, x_test, y_test = own.task.split()
+    x, y, x_test, y_test = arguments.task.split()
     np.savez(folder / TESTS, x=x_test, y=y_test)
     for part in range(PARTS):
         np.save(folder / f"{part}.x.npy", x[part::PARTS])
@@ -111,29 +115,29 @@ def parts(steps: daskdl.StepTable) -> dict[str, float]:
     """Milliseconds of a step and of its parts, means of the later half."""
     half = max(row["step"] for row in steps) / 2
     later = [row for row in steps if row["step"] > half]
-    found = {
+    seconds = {
         f"{name}_ms": 1e3 * float(np.mean([row[f"{name}_s"] for row in later]))
         for name in ("step", "encode", "apply", "wait")
     }
-    return found | {"density": float(np.nanmean([row["density"] for row in later]))}
+    return seconds | {"density": float(np.nanmean([row["density"] for row in later]))}
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--way", choices=WAYS, default="sharing")
-    made.add_argument("--every", type=int, default=0, help="steps between exchanges")
-    made.add_argument("--serve", action="store_true", help="rank 0 is a worker, too")
-    own, more = read(made)
-    if own.rank > 0 or more.serve:
-        serve(own)
+    cli = parser(__doc__)
+    cli.add_argument("--way", choices=WAYS, default="sharing")
+    cli.add_argument("--every", type=int, default=0, help="steps between exchanges")
+    cli.add_argument("--serve", action="store_true", help="rank 0 is a worker, too")
+    arguments, more = read(cli)
+    if arguments.rank > 0 or more.serve:
+        serve(arguments)
         return
-    meeting = Meeting(own)
+    meeting = Meeting(arguments)
     with (
         dask.config.set(HOUSEKEEPING),
         LocalCluster(
             n_workers=0,
-            host=own.own,
-            scheduler_port=own.port + 1,
+            host=arguments.host,
+            scheduler_port=arguments.port + 1,
             protocol="tcp",
             dashboard_address=":0",
             silence_logs=logging.ERROR,
@@ -141,25 +145,25 @@ def main() -> None:
         Client(cluster) as client,
         tempfile.TemporaryDirectory() as folder,
     ):
-        pattern = write_files(own, Path(folder))
-        client.wait_for_workers(own.world, timeout=START_S)
+        pattern = write_files(arguments, Path(folder))
+        client.wait_for_workers(arguments.world, timeout=START_S)
         trainer = daskdl.Trainer(
-            own.task.model,
-            own.task.loss,
-            own.new_optimizer(),
+            arguments.task.model,
+            arguments.task.loss,
+            arguments.new_optimizer(),
             master=WAYS[more.way](more.every),
             client=client,
-            callbacks=[Counts(own, folder), Ends(own, meeting)],
-            seed=own.seed,
+            callbacks=[Counts(arguments, folder), Ends(arguments, meeting)],
+            seed=arguments.seed,
             progress=False,
         )
         with contextlib.suppress(EnoughError):
             trainer.fit(
                 daskdl.data.files(pattern, load_mapped),
                 epochs=10**6,
-                batch_size=own.task.batch_size,
+                batch_size=arguments.task.batch_size,
             )
-        print_summary(own, meeting, parts=parts(trainer.history_.steps))
+        print_summary(arguments, meeting, parts=parts(trainer.history_.steps))
 
 
 if __name__ == "__main__":

@@ -27,18 +27,25 @@ STORE_BYTES = 100 * 2**20  # Ray's own is not needed
 
 
 @contextlib.contextmanager
-def node(own: Arguments) -> Iterator[subprocess.Popen[bytes]]:
+def node(arguments: Arguments) -> Iterator[subprocess.Popen[bytes]]:
     """A node of the cluster on this host; rank 0 has the head."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
     command += ["--disable-usage-stats", "--num-cpus=1"]
-    command += [f"--node-ip-address={own.own}", f"--object-store-memory={STORE_BYTES}"]
-    if own.rank == 0:
-        command += ["--head", f"--port={own.port + 1}", "--include-dashboard=false"]
+    command += [
+        f"--node-ip-address={arguments.host}",
+        f"--object-store-memory={STORE_BYTES}",
+    ]
+    if arguments.rank == 0:
+        command += [
+            "--head",
+            f"--port={arguments.port + 1}",
+            "--include-dashboard=false",
+        ]
     else:
-        command += [f"--address={own.address}:{own.port + 1}"]
+        command += [f"--address={arguments.address}:{arguments.port + 1}"]
     environment = {  # of the node and of its workers
         **os.environ,
-        "GLOO_SOCKET_IFNAME": own.interface,
+        "GLOO_SOCKET_IFNAME": arguments.interface,
         "PYTHONPATH": str(ROOT),
         "RAY_DEDUP_LOGS": "0",
     }
@@ -51,19 +58,19 @@ def node(own: Arguments) -> Iterator[subprocess.Popen[bytes]]:
             process.terminate()  # with --block it ends all that it has started
 
 
-def connect(own: Arguments) -> None:
+def connect(arguments: Arguments) -> None:
     """Connect to the cluster, and wait for all nodes."""
     until = time.monotonic() + 120
     while True:
         try:
-            ray.init(f"{own.address}:{own.port + 1}", log_to_driver=False)
+            ray.init(f"{arguments.address}:{arguments.port + 1}", log_to_driver=False)
         except ConnectionError:
             if time.monotonic() > until:
                 raise
             time.sleep(0.2)
         else:
             break
-    while len(ray.nodes()) < own.world and time.monotonic() < until:
+    while len(ray.nodes()) < arguments.world and time.monotonic() < until:
         time.sleep(0.1)
 
 
@@ -72,31 +79,31 @@ def worker(config: dict[str, Any]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    own = replace(Arguments(**config), rank=get_context().get_world_rank())
-    meeting = Meeting(own, host=False)
-    module = own.model()
+    arguments = replace(Arguments(**config), rank=get_context().get_world_rank())
+    meeting = Meeting(arguments, host=False)
+    module = arguments.model()
     model = prepare_model(module)
-    optimizer = own.new_optimizer()(model.parameters())
-    train(own, meeting, model, optimizer, block=1, scored=module)
+    optimizer = arguments.new_optimizer()(model.parameters())
+    train(arguments, meeting, model, optimizer, block=1, scored=module)
 
 
 def main() -> None:
-    own, _ = read(parser(__doc__))
-    with node(own) as process:
-        if own.rank > 0:
+    arguments, _ = read(parser(__doc__))
+    with node(arguments) as process:
+        if arguments.rank > 0:
             process.wait()
             return
-        meeting = Meeting(own)
-        connect(own)
+        meeting = Meeting(arguments)
+        connect(arguments)
         TorchTrainer(
             worker,
-            train_loop_config=asdict(own),
+            train_loop_config=asdict(arguments),
             torch_config=TorchConfig(backend="gloo"),
             scaling_config=ScalingConfig(
-                num_workers=own.world, resources_per_worker={"CPU": 1}
+                num_workers=arguments.world, resources_per_worker={"CPU": 1}
             ),
         ).fit()
-        print_summary(own, meeting)
+        print_summary(arguments, meeting)
         ray.shutdown()
 
 

@@ -10,9 +10,9 @@ PIECE = 2**16
 PATIENCE_S = 60
 
 
-def receive(own: Arguments) -> float:
+def receive(arguments: Arguments) -> float:
     """Mbit/s received, from the first byte on."""
-    with socket.create_server((own.own, own.port)) as server:
+    with socket.create_server((arguments.host, arguments.port)) as server:
         server.settimeout(PATIENCE_S)
         peer, _ = server.accept()
         with peer:
@@ -23,12 +23,14 @@ def receive(own: Arguments) -> float:
     return 8e-6 * total / (time.perf_counter() - began)
 
 
-def send(own: Arguments) -> None:
+def send(arguments: Arguments) -> None:
     """Send for so many seconds, as soon as rank 0 listens."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
-            peer = socket.create_connection((own.address, own.port), PATIENCE_S)
+            peer = socket.create_connection(
+                (arguments.address, arguments.port), PATIENCE_S
+            )
         except ConnectionRefusedError:
             if time.monotonic() > until:
                 raise
@@ -36,17 +38,17 @@ def send(own: Arguments) -> None:
         else:
             break
     with peer:
-        until, piece = time.monotonic() + own.seconds, bytes(PIECE)
+        until, piece = time.monotonic() + arguments.seconds, bytes(PIECE)
         while time.monotonic() < until:
             peer.sendall(piece)
 
 
 def main() -> None:
-    own, _ = read(parser(__doc__))
-    if own.rank == 0:
-        print(json.dumps({"mbit_per_s": receive(own)}), flush=True)
-    elif own.rank == 1:
-        send(own)
+    arguments, _ = read(parser(__doc__))
+    if arguments.rank == 0:
+        print(json.dumps({"mbit_per_s": receive(arguments)}), flush=True)
+    elif arguments.rank == 1:
+        send(arguments)
 
 
 if __name__ == "__main__":

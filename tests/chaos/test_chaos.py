@@ -214,7 +214,7 @@ def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path, c
     undisturbed = trainer(four, sharing(seed), seed=seed)
     undisturbed.fit(x_train, y_train, epochs=EPOCHS, batch_size=BATCH_SIZE)
 
-    own = trainer(
+    fitted = trainer(
         four,
         Recorded(str(tmp_path), sharing(seed), atol=ATOL),
         seed=seed,
@@ -226,7 +226,7 @@ def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path, c
         ),
         Disturbance(four, seed, WORKERS) as disturbance,
     ):
-        history = own.fit(x_train, y_train, epochs=EPOCHS, batch_size=BATCH_SIZE)
+        history = fitted.fit(x_train, y_train, epochs=EPOCHS, batch_size=BATCH_SIZE)
 
     longest_s, median_s = longest_step(tmp_path, disturbance.intervals)
     counts = Counter(what.split()[0] for what, _ in disturbance.happened)
@@ -247,7 +247,7 @@ def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path, c
         check_barrier(end)
     check_memory(ends)
     best = accuracy(undisturbed.model_, x_test, y_test)
-    assert accuracy(own.model_, x_test, y_test) >= best - 0.02
+    assert accuracy(fitted.model_, x_test, y_test) >= best - 0.02
     assert still_left_behind(four) == {}
 
 

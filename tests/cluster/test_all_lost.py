@@ -38,7 +38,9 @@ def wait_until_closing():
     """In the thread of a replica: wait until daskdl knows that its worker closes."""
     endpoints = get_worker().extensions[NAME].endpoints
     # A replica that has left is no longer among them.
-    poll_for(lambda: all(one.closing for one in [*endpoints.values()]), WITHIN_S)
+    poll_for(
+        lambda: all(endpoint.closing for endpoint in [*endpoints.values()]), WITHIN_S
+    )
 
 
 class Leave(Callback):
@@ -154,8 +156,8 @@ def test_losses_are_logged_on_the_client(two, caplog):
     with caplog.at_level(logging.INFO, logger="daskdl.training"):
         fitted.fit(X, Y, epochs=6, batch_size=16)
 
-    said = [r for r in caplog.records if r.name.startswith("daskdl.training")]
-    lost = [r for r in said if "replica 1" in r.message and gone in r.message]
+    records = [r for r in caplog.records if r.name.startswith("daskdl.training")]
+    lost = [r for r in records if "replica 1" in r.message and gone in r.message]
     assert [r.levelno for r in lost] == [logging.WARNING]
     assert "retired" in lost[0].message
 
@@ -288,23 +290,23 @@ def test_after_the_loss_of_all_workers_the_fit_goes_on_with_others(
     assert max(losses[7:]) < min(losses[:2])  # not from the start
     fitted.client = False
     assert fitted.evaluate(X, Y)["loss"] == pytest.approx(losses[-1], rel=1e-4)
-    replicas = history.run.replicas
-    assert [r for r, one in replicas.items() if one["left"] is not None][:2] == [0, 1]
-    assert min(r for r, one in replicas.items() if one["left"] is None) >= 2
+    stayed = {r: record["left"] is None for r, record in history.run.replicas.items()}
+    assert [r for r in stayed if not stayed[r]][:2] == [0, 1]
+    assert min(r for r in stayed if stayed[r]) >= 2
     rates = {path.name: float(path.read_text()) for path in tmp_path.glob("*-*")}
     assert min(int(n.partition("-")[0]) for n in rates if n.endswith("-9")) >= 2
     for name, rate in rates.items():
         assert rate == pytest.approx(0.05 * 0.5 ** int(name.partition("-")[2]))
-    (said,) = [r.message for r in caplog.records if "before resuming" in r.message]
-    assert ("after epoch" in said) != checkpointed
-    assert (str(tmp_path) in said) == checkpointed
+    (warning,) = [r.message for r in caplog.records if "before resuming" in r.message]
+    assert ("after epoch" in warning) != checkpointed
+    assert (str(tmp_path) in warning) == checkpointed
 
 
 def from_one():
     """Some parameters are larger than 1 after a step, which changes the grid."""
-    made = mlp()
-    torch.nn.init.ones_(made[-1].bias)
-    return made
+    module = mlp()
+    torch.nn.init.ones_(module[-1].bias)
+    return module
 
 
 built = itertools.count()

@@ -31,11 +31,11 @@ from tests.support.kinds import (
 from tests.support.problems import mlp, plain, trainer
 
 
-def fit(client, given, options=(), **fit_options):
+def fit(client, data, options=(), **fit_options):
     options = {"model": Joining, "optimizer": plain, **dict(options)}
-    own = trainer(client, **options)
-    own.fit(given.x, given.y, batch_size=8, **given.options, **fit_options)
-    return own
+    fitted = trainer(client, **options)
+    fitted.fit(data.x, data.y, batch_size=8, **data.options, **fit_options)
+    return fitted
 
 
 def changed(array, position, value):
@@ -45,8 +45,8 @@ def changed(array, position, value):
 
 
 def uneven_tables():
-    own = tables()
-    return Given(own[NAMES], own["label"].repartition(npartitions=2))
+    table = tables()
+    return Given(table[NAMES], table["label"].repartition(npartitions=2))
 
 
 def lazy_positive():
@@ -188,11 +188,11 @@ class TestClient:
             raise ValueError
 
         monkeypatch.setattr("daskdl.util.default_client", none)
-        own = trainer(None)
-        own.model_ = mlp()
+        unfitted = trainer(None)
+        unfitted.model_ = mlp()
 
         with pytest.raises(OptionError, match="lazy outputs need a client, because"):
-            own.predict(blocks()[0])
+            unfitted.predict(blocks()[0])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the workers have the device")
@@ -218,9 +218,9 @@ def npz(where, loader):
 def missing_value(where):
     import dask.dataframe as dd
 
-    own = frame().assign(label=Y)
-    own.loc[40, "b"] = np.nan
-    lazy = dd.from_pandas(own, npartitions=3)
+    table = frame().assign(label=Y)
+    table.loc[40, "b"] = np.nan
+    lazy = dd.from_pandas(table, npartitions=3)
     return Given(lazy[NAMES], lazy["label"])
 
 
@@ -285,13 +285,13 @@ def test_one_bad_packed_file_is_named_or_left_out_and_counted(client, tmp_path):
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    given = Given(str(tmp_path))
+    arguments = Given(str(tmp_path))
 
     with pytest.raises(
         DataError, match=r"packed-000057\.safetensors is damaged: .*; p"
     ):
-        fit(client, given)
-    own = fit(client, given, on_bad_batch="skip", epochs=2)
-    assert own.history_.column("examples") == [198, 198]
-    assert own.history_.column("skipped_examples") == [2, 2]
-    assert own.evaluate(str(tmp_path), on_bad_batch="skip")["loss"] > 0
+        fit(client, arguments)
+    fitted = fit(client, arguments, on_bad_batch="skip", epochs=2)
+    assert fitted.history_.column("examples") == [198, 198]
+    assert fitted.history_.column("skipped_examples") == [2, 2]
+    assert fitted.evaluate(str(tmp_path), on_bad_batch="skip")["loss"] > 0

@@ -49,7 +49,7 @@ def test_no_worker_is_paused_or_killed(tmp_path, capsys, record_property):
         block(folder), chunks=((ROWS,) * BLOCKS, (FEATURES,)), dtype=np.float32
     )
     y = da.zeros(x.shape[0], chunks=ROWS, dtype=np.int64)
-    own = Trainer(
+    fitted = Trainer(
         model=lambda: nn.Linear(FEATURES, 2),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
@@ -58,8 +58,8 @@ def test_no_worker_is_paused_or_killed(tmp_path, capsys, record_property):
 
     with cluster_of(2, memory_limit=LIMIT) as client:
         pids, before = client.run(os.getpid), status_changes(client)
-        own.client = client
-        history = own.fit(x, y, epochs=EPOCHS, batch_size=256)
+        fitted.client = client
+        history = fitted.fit(x, y, epochs=EPOCHS, batch_size=256)
         peaks = client.run(peak_bytes)
         assert client.run(os.getpid) == pids  # nobody was killed
         assert status_changes(client) == before

@@ -66,22 +66,22 @@ async def test_a_large_frame_is_decoded_outside_the_event_loop(c, s, a, b, monke
 @workers(2)
 async def test_two_runs_at_once_do_not_mix(c, s, a, b, routing):
     async with (
-        a_run(c, s, a, b, routing=routing) as one,
-        a_run(c, s, a, b, run=8, routing=routing) as other,
+        a_run(c, s, a, b, routing=routing) as run,
+        a_run(c, s, a, b, run=8, routing=routing) as neighbour,
     ):
-        assert publish(one.channels[0], 1)
-        assert publish(other.channels[0], -2)
+        assert publish(run.channels[0], 1)
+        assert publish(neighbour.channels[0], -2)
 
-        await in_thread(one.channels[1].wait_for_updates, {0: 1})
-        await in_thread(other.channels[1].wait_for_updates, {0: 1})
+        await in_thread(run.channels[1].wait_for_updates, {0: 1})
+        await in_thread(neighbour.channels[1].wait_for_updates, {0: 1})
 
-        assert totals(one.channels[1].drain())[:2] == [1, 0]
-        assert totals(other.channels[1].drain())[:2] == [0, -1]
-        await other.ask("daskdl_stop", run=8, reason="enough")
+        assert totals(run.channels[1].drain())[:2] == [1, 0]
+        assert totals(neighbour.channels[1].drain())[:2] == [0, -1]
+        await neighbour.ask("daskdl_stop", run=8, reason="enough")
         with pytest.raises(Stopped, match="enough"):
-            await in_thread(other.channels[1].barrier, "never", None)
-        assert one.record.stopped is None
-        one.channels[1].check()
+            await in_thread(neighbour.channels[1].barrier, "never", None)
+        assert run.record.stopped is None
+        run.channels[1].check()
 
 
 @workers(2)

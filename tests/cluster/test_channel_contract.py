@@ -112,12 +112,12 @@ class TestUpdates:
     @every_channel()
     async def test_a_part_of_a_steps_updates_does_not_complete_the_step(self, a_run):
         async with a_run() as run:
-            one, other = run.channels[0], run.channels[1]
+            channel, peer = run.channels[0], run.channels[1]
             ahead = []
             for partial in (True, False):
-                assert publish(one, step=1, partial=partial)
-                await in_thread(other.wait_for_updates, {0: one.published})
-                ahead.append(other.wait_for_peers(1, 0, None))
+                assert publish(channel, step=1, partial=partial)
+                await in_thread(peer.wait_for_updates, {0: channel.published})
+                ahead.append(peer.wait_for_peers(1, 0, None))
 
             assert ahead == [1, 0]
 
@@ -250,7 +250,9 @@ class TestBarriers:
                     assert publish(channel, replica + 1, step=step)
                 payload = {"sequence": channel.published}
                 met = channel.barrier("end", payload, BarrierKind.AGREE)
-                published = {r: own["sequence"] for r, own in met.payloads.items()}
+                published = {
+                    r: fields["sequence"] for r, fields in met.payloads.items()
+                }
                 channel.agree("end", published, met.gone, load=None)
                 return totals(channel.drain(), 3)
 
@@ -278,15 +280,15 @@ class TestRounds:
     @every_channel()
     async def test_rounds_do_not_wait_for_replicas_that_wait_for_a_lease(self, a_run):
         async with a_run(pieces={"train": ("p",)}) as run:
-            one, other = run.channels[0], run.channels[1]
-            await lease(one)
-            other.set_idle("idle")
-            waiting = begin(other.lease, "train", 0, [], wait=True)
+            channel, peer = run.channels[0], run.channels[1]
+            await lease(channel)
+            peer.set_idle("idle")
+            waiting = begin(peer.lease, "train", 0, [], wait=True)
 
-            gathered = await in_thread(one.barrier, "round", 0, BarrierKind.ROUND)
+            gathered = await in_thread(channel.barrier, "round", 0, BarrierKind.ROUND)
 
             assert gathered.payloads == {0: 0, 1: "idle"}
-            await lease(one, done(0))
+            await lease(channel, done(0))
             assert await waiting is None
 
             # Once it has its answer it is waited for.
@@ -332,7 +334,7 @@ async def train(channel):
         leased = await in_thread(channel.lease, "train", 0, finished, wait=True)
         if leased is None or isinstance(leased, SyncPoint):
             return parts, leased
-        parts += [one.part for one in leased.ranges]
+        parts += [piece.part for piece in leased.ranges]
         finished = [done(leased.number, 1)]
 
 
@@ -364,14 +366,14 @@ class TestLeases:
         self, a_run
     ):
         async with a_run(pieces={"train": ("p", "q"), "validation": ("v",)}) as run:
-            one, other = run.channels[0], run.channels[1]
+            channel, peer = run.channels[0], run.channels[1]
 
-            assert await lease(other) == (0, "p")
-            assert await lease(one) == (1, "q")
-            assert await lease(other, done(0)) is None
-            assert await lease(one, phase="validation") == (0, "v")
+            assert await lease(peer) == (0, "p")
+            assert await lease(channel) == (1, "q")
+            assert await lease(peer, done(0)) is None
+            assert await lease(channel, phase="validation") == (0, "v")
             await meet(run, "report", BarrierKind.REPORT)
-            assert await lease(one, epoch=1) == (0, "p")
+            assert await lease(channel, epoch=1) == (0, "p")
 
             progress, _ = await run.events()
             assert progress == {"kind": "progress", "epoch": 0, **done(0)}
@@ -392,15 +394,15 @@ class TestLeases:
     @every_channel()
     async def test_a_replica_ends_the_epoch_for_all(self, a_run):
         async with a_run(pieces={"train": ("p", "q", "r")}) as run:
-            one, other = run.channels.values()
-            await lease(one)
+            channel, peer = run.channels.values()
+            await lease(channel)
 
             work = EpochTotals(stop="enough").to_wire()
-            ending = begin(other.lease, "train", 0, [], wait=True, work=work)
+            ending = begin(peer.lease, "train", 0, [], wait=True, work=work)
             await run.until(lambda: run.record.leases["train"].unfinished == 1)
 
             assert not ending.done()
-            assert await lease(one, done(0)) is None
+            assert await lease(channel, done(0)) is None
             assert await ending is None
 
     @every_channel(replicas=3)

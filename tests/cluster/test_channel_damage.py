@@ -55,7 +55,7 @@ GOOD = {
     "leave": {},
 }
 OF_REPLICA_0 = {"replica": 0, "token": token_of(0)}
-GOOD = {name: {**OF_REPLICA_0, **own} for name, own in GOOD.items()}
+GOOD = {name: {**OF_REPLICA_0, **fields} for name, fields in GOOD.items()}
 REFUSED = [
     ("publish", {"messages": 5}),
     ("publish", {"messages": None}),
@@ -89,9 +89,9 @@ REFUSED = [
     ),
     ("fail", {"failure": {**FAILURE, "pickled": b"code"}}),
     ("join", {"version": "0.0"}),
-    *((name, {"replica": other}) for name in GOOD for other in (9, [0])),
-    *((name, {"token": other}) for name in GOOD for other in (token_of(1), "x")),
-    *((name, {"secret": other}) for name in GOOD for other in (0, None, "x")),
+    *((name, {"replica": wrong}) for name in GOOD for wrong in (9, [0])),
+    *((name, {"token": wrong}) for name in GOOD for wrong in (token_of(1), "x")),
+    *((name, {"secret": wrong}) for name in GOOD for wrong in (0, None, "x")),
 ]
 
 
@@ -287,8 +287,8 @@ async def test_invalid_deliveries_are_refused_and_counted(c, s, a, b):
     async with a_run(c, s, a, b) as run:
         plugin, refused = b.extensions["daskdl-channel"], 0
         for count, (wrong, status) in enumerate(UNDELIVERED, start=1):
-            own = {"replica": 1, "messages": [], **wrong}
-            answer = await run.ask_worker(1, "daskdl_deliver", **own)
+            fields = {"replica": 1, "messages": [], **wrong}
+            answer = await run.ask_worker(1, "daskdl_deliver", **fields)
 
             assert answer["status"] == status, wrong
             refused += run.channels[1].stats().refused

@@ -149,7 +149,7 @@ async def test_all_have_what_a_leaving_replica_published_while_they_met(
 def agree(channel):
     """Agree at a barrier; return the sum of what was received until then."""
     met = channel.barrier("end", {"sequence": 0}, BarrierKind.AGREE)
-    published = {r: own["sequence"] for r, own in met.payloads.items()}
+    published = {r: fields["sequence"] for r, fields in met.payloads.items()}
     channel.agree("end", published, met.gone, load=None)
     return totals(channel.drain(), 5)
 

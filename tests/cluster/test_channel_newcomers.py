@@ -28,20 +28,20 @@ from tests.support.run_states import SIZE
 @everywhere(2)
 async def test_a_joining_replica_has_each_update_once(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
-        donor, other = run.channels[0], run.channels[1]
+        donor, peer = run.channels[0], run.channels[1]
         donor.serve_snapshot(applied_by(donor))
-        assert publish(other, 1)
-        assert publish(other, 2)
+        assert publish(peer, 1)
+        assert publish(peer, 2)
         await in_thread(donor.wait_for_updates, {1: 2})
 
         replica, channel = await run.newcomer(b)
         joining = begin(channel.join)
         await wait_until(lambda: run.link(0).snapshot_requests)
-        assert publish(other, 3)  # on its way to both, before or after the snapshot
+        assert publish(peer, 3)  # on its way to both, before or after the snapshot
         await in_thread(donor.wait_for_updates, {1: 3})
         donor.check()
         result = await joining
-        assert publish(other, 4)
+        assert publish(peer, 4)
         await in_thread(channel.wait_for_updates, {1: 4})
 
         known_N = result.snapshot["total_N"] + np.array(totals(channel.drain()))
@@ -52,11 +52,11 @@ async def test_a_joining_replica_has_each_update_once(c, s, a, b, routing):
 @everywhere(2)
 async def test_a_snapshot_waits_for_the_updates_that_it_must_contain(c, s, a, b):
     async with a_run(c, s, a, b) as run:
-        donor, other = run.channels[0], run.channels[1]
+        donor, peer = run.channels[0], run.channels[1]
         donor.serve_snapshot(applied_by(donor))
         run.live.send_loops[0].cancel()  # the relay to the donor
-        assert publish(other, 1)
-        await in_thread(other.has_room, wait=True)
+        assert publish(peer, 1)
+        await in_thread(peer.has_room, wait=True)
 
         _, channel = await run.newcomer(b)
         joining = begin(channel.join)
@@ -77,7 +77,7 @@ async def test_a_snapshot_waits_for_the_updates_that_it_must_contain(c, s, a, b)
 async def test_no_snapshot_is_made_while_updates_are_held_back(c, s, a, b, routing):
     """Replicas that have met without the joining one may change the grid."""
     async with a_run(c, s, a, b, routing=routing) as run:
-        donor, other = run.channels[0], run.channels[1]
+        donor, peer = run.channels[0], run.channels[1]
         make, held = applied_by(donor), []
         donor.serve_snapshot(lambda: held.append(run.record.holding) or make())
         await meet(run, "end", BarrierKind.AGREE)
@@ -87,7 +87,9 @@ async def test_no_snapshot_is_made_while_updates_are_held_back(c, s, a, b, routi
 
         for key in ("first", "second", "report"):
             kind = BarrierKind.REPORT if key == "report" else BarrierKind.AGREE
-            both = (in_thread(one.barrier, key, 0, kind) for one in (donor, other))
+            both = (
+                in_thread(channel.barrier, key, 0, kind) for channel in (donor, peer)
+            )
             await asyncio.gather(*both)
         await wait_until(lambda: held or run.link(0).snapshot_requests)
         donor.check()
@@ -215,8 +217,8 @@ async def test_a_joining_replica_counts_on_no_step_before_its_updates(
         progress = run.link(replica).inbox.peers.progress
         assert channel.peers() == [0, 1]
         assert progress[0].step == 0
-        for one in released:
-            one.set()
+        for event in released:
+            event.set()
         await in_thread(channel.wait_for_updates, {0: 1})
         assert progress[0].step == 9
 
@@ -237,8 +239,8 @@ async def test_a_replica_that_could_not_be_started_can_be_replaced(c, s, a, b):
     async with a_run(c, s, a, b) as run:
 
         async def assign():
-            own = {"run": RUN, "worker": b.address, "replicas": 2}
-            return (await run.ask("daskdl_assign", **own))["replicas"]
+            fields = {"run": RUN, "worker": b.address, "replicas": 2}
+            return (await run.ask("daskdl_assign", **fields))["replicas"]
 
         (first,) = await assign()
         assert await assign() == ()
@@ -271,8 +273,8 @@ async def test_a_joining_replica_has_each_update_once_under_traffic(c, s, a, b):
         _, channel = await run.newcomer(b)
         snapshot = (await in_thread(channel.join)).snapshot
         known_N = snapshot["total_N"].copy()
-        own, _ = snapshot["received"][0]
-        known_N[0] += own  # a donor does not receive its own updates
+        update, _ = snapshot["received"][0]
+        known_N[0] += update  # a donor does not receive its own updates
         at_entry = donor.published
         await wait_until(lambda: donor.published > at_entry + 20)
         stop.set()
@@ -287,21 +289,21 @@ async def test_a_joining_replica_has_each_update_once_under_traffic(c, s, a, b):
 @everywhere(2)
 async def test_a_joining_replica_waits_until_all_send_to_it(c, s, a, b):
     async with a_run(c, s, a, b, routing="mesh") as run:
-        donor, other = run.channels[0], run.channels[1]
+        donor, peer = run.channels[0], run.channels[1]
         donor.serve_snapshot(applied_by(donor))
         run.live.send_loops[1].cancel()  # the relay to the other one
         _, channel = await run.newcomer(b)
         joining = begin(channel.join)
         waiting = begin(donor.wait_for_updates, {1: 2})
         await wait_until(lambda: run.link(0).routing.workers.keys() == {0, 1, 2})
-        assert publish(other, 1)  # by the old topology
+        assert publish(peer, 1)  # by the old topology
         await wait_until(lambda: run.received(0, 1) == (1, ()))
         assert not joining.done()
 
         queue = run.record.outboxes[1].head(10**6)
         await run.deliver(1, *(item for item in queue if item.kind == "members"))
         result = await joining
-        assert publish(other, 2)
+        assert publish(peer, 2)
         await waiting
 
         assert result.snapshot["total_N"].tolist() == [1] + [0] * (SIZE - 1)

@@ -70,10 +70,10 @@ def test_a_fit_resumed_on_a_new_cluster_is_the_same(client, another, tmp_path, m
     history = without.fit(X, Y, epochs=4, batch_size=BATCH)
     url = tmp_path / "checkpoint-000002"
 
-    own = with_checkpoints(another, tmp_path / "b", master=master)
-    rest = own.fit(X, Y, epochs=4, batch_size=BATCH, resume=url)
+    fitted = with_checkpoints(another, tmp_path / "b", master=master)
+    rest = fitted.fit(X, Y, epochs=4, batch_size=BATCH, resume=url)
 
-    check_same(own, without)
+    check_same(fitted, without)
     assert rest.column("epoch") == [0, 1, 2, 3]
     assert rest.column("loss") == history.column("loss")
     assert Series.at(tmp_path / "b").numbers() == [1, 2]
@@ -86,10 +86,10 @@ def test_residuals_of_asynchronous_replicas_are_resumed(client, another, tmp_pat
 
     folder = tmp_path / "records"
     folder.mkdir()
-    own = with_checkpoints(
+    fitted = with_checkpoints(
         another, tmp_path, master=Recorded(str(folder), kept(), atol=4e-6)
     )
-    own.fit(X, Y, epochs=4, batch_size=BATCH, resume=True)
+    fitted.fit(X, Y, epochs=4, batch_size=BATCH, resume=True)
 
     ends = records(folder, epoch=1)  # of this run
     assert np.abs(residual).max() > 1e-5
@@ -99,7 +99,7 @@ def test_residuals_of_asynchronous_replicas_are_resumed(client, another, tmp_pat
     np.testing.assert_allclose(carried, residual, rtol=0, atol=1e-7)
     expected = start + sum(end["progress"] for end in ends.values())
     # Two replicas, each rounded to float32 for each of 60 moves.
-    got = delivered(own).numpy()
+    got = delivered(fitted).numpy()
     np.testing.assert_allclose(got, expected, rtol=0, atol=8e-6)
 
 
@@ -110,17 +110,17 @@ def test_from_s3_with_options_that_workers_do_not_have(client, bucket, s3_endpoi
     without = with_checkpoints(client, url, **chosen)
     without.fit(X, Y, epochs=3, batch_size=BATCH)
 
-    own = with_checkpoints(client, f"{url}-b", **chosen)
+    fitted = with_checkpoints(client, f"{url}-b", **chosen)
     resume = Checkpoint(f"{url}/checkpoint-000001", storage_options=options)
-    own.fit(X, Y, epochs=3, batch_size=BATCH, resume=resume)
+    fitted.fit(X, Y, epochs=3, batch_size=BATCH, resume=resume)
 
-    check_same(own, without)
+    check_same(fitted, without)
     for _ in range(2):  # the second over the first
-        own.save(f"{url}/save", storage_options=options)
+        fitted.save(f"{url}/save", storage_options=options)
     how = {"client": client, "storage_options": options}
     loaded = Trainer.load(f"{url}/save", model=normalised, **how)
-    check_same(loaded, own)
-    assert loaded.evaluate(X, Y) == own.evaluate(X, Y)
+    check_same(loaded, fitted)
+    assert loaded.evaluate(X, Y) == fitted.evaluate(X, Y)
     with pytest.raises(SaveError, match=f"cannot read {url}/nothing"):
         Trainer.load(f"{url}/nothing", **how)
 
@@ -136,7 +136,8 @@ def agreed_and_residual(whole):
     start = shared.numpy() * compressor["grid"]
     exchanges = [part["exchange"] for part in parts]
     residuals = [
-        (own["local"][0].numpy() - start) / own["local_factor"] for own in exchanges
+        (exchange["local"][0].numpy() - start) / exchange["local_factor"]
+        for exchange in exchanges
     ]
     return start, sum(residuals)
 
@@ -155,12 +156,12 @@ def test_on_more_or_fewer_workers_each_row_is_trained_on_once(
         folder.mkdir()
     before, after = map(TrainedRows, notes)
     url, options = tmp_path / "checkpoints", {"optimizer": adam, "master": master}
-    own = with_checkpoints(client, url, loss=before, callbacks=[before], **options)
-    own.fit(X, numbers, epochs=2, batch_size=BATCH)
+    fitted = with_checkpoints(client, url, loss=before, callbacks=[before], **options)
+    fitted.fit(X, numbers, epochs=2, batch_size=BATCH)
 
     others = request.getfixturevalue(place)
-    own = with_checkpoints(others, url, loss=after, callbacks=[after], **options)
-    history = own.fit(X, numbers, epochs=4, batch_size=BATCH, resume=True)
+    fitted = with_checkpoints(others, url, loss=after, callbacks=[after], **options)
+    history = fitted.fit(X, numbers, epochs=4, batch_size=BATCH, resume=True)
 
     assert Series.at(url).newest().header["members"] == sorted(after.replicas())
     assert history.column("replicas") == [2, 2] + [len(after.replicas())] * 2
@@ -179,11 +180,17 @@ def each(folder, every="4 steps"):
 def in_the_middle(folder, epoch):
     """URLs of the checkpoints within an epoch, the first of them first."""
     series = Series.at(folder)
-    found = [complete_at(series.folder(number)) for number in series.numbers()]
+    checkpoints = [complete_at(series.folder(number)) for number in series.numbers()]
     inner = [
-        one for one in found if one is not None and one.header["sync_point"] is not None
+        checkpoint
+        for checkpoint in checkpoints
+        if checkpoint is not None and checkpoint.header["sync_point"] is not None
     ]
-    return [one.store.url for one in inner if one.header["epoch"] == epoch]
+    return [
+        checkpoint.store.url
+        for checkpoint in inner
+        if checkpoint.header["epoch"] == epoch
+    ]
 
 
 @pytest.mark.slow
@@ -198,14 +205,14 @@ def test_fewer_replicas_train_on_the_remaining_rows(three, tmp_path):
 
     three.cluster.scale(1)
     poll_for(lambda: len(three.nthreads()) == 1, timeout=30)
-    own = trainer(three, loss=after, callbacks=[after])
-    own.fit(MANY, numbers, epochs=2, batch_size=BATCH, resume=url)
+    fitted = trainer(three, loss=after, callbacks=[after])
+    fitted.fit(MANY, numbers, epochs=2, batch_size=BATCH, resume=url)
 
     rest, whole = after.by_epoch()
     assert max(rest.values()) == 1
     assert len(rest) == len(MANY) - 3 * 4 * BATCH
     assert whole == dict.fromkeys(range(len(MANY)), 1)
-    assert own.history_.column("examples") == [len(MANY)] * 2
+    assert fitted.history_.column("examples") == [len(MANY)] * 2
 
 
 @pytest.mark.slow
@@ -214,16 +221,16 @@ def test_rows_of_a_killed_worker_count_in_the_resumed_epoch(three, tmp_path):
     first.fit(MANY, LABELS, epochs=1, batch_size=BATCH)
     after = in_the_middle(tmp_path / "all", epoch=0)[2:]  # 8 steps of each
 
-    own, last = trainer(three, callbacks=[each(tmp_path / "again")]), trainer(three)
-    own.fit(MANY, LABELS, epochs=1, batch_size=BATCH, resume=after[0])
+    fitted, last = trainer(three, callbacks=[each(tmp_path / "again")]), trainer(three)
+    fitted.fit(MANY, LABELS, epochs=1, batch_size=BATCH, resume=after[0])
     url = in_the_middle(tmp_path / "again", epoch=0)[-1]  # and of that again
     last.fit(MANY, LABELS, epochs=2, batch_size=BATCH, resume=url)
 
     assert first.history_.column("examples") == [len(MANY)]
-    assert own.history_.column("examples") == [len(MANY)]
+    assert fitted.history_.column("examples") == [len(MANY)]
     assert last.history_.column("examples") == [len(MANY)] * 2
     loss = first.history_[0]["loss"]
-    assert own.history_[0]["loss"] == pytest.approx(loss, rel=0.2)
+    assert fitted.history_[0]["loss"] == pytest.approx(loss, rel=0.2)
 
 
 @pytest.mark.slow
@@ -236,7 +243,7 @@ def test_workers_may_leave_and_join_between_sync_points(three, tmp_path, master)
     took_part = TookPart(tmp_path)
     kill = functools.partial(os.kill, worker, signal.SIGKILL)
     script = Script((3, kill), (took_part.by(3), enough))
-    own = trainer(
+    fitted = trainer(
         three,
         master=master,
         loss=watched,
@@ -247,7 +254,7 @@ def test_workers_may_leave_and_join_between_sync_points(three, tmp_path, master)
         ],
     )
 
-    script.run(own, MANY, np.arange(len(MANY)))
+    script.run(fitted, MANY, np.arange(len(MANY)))
 
     # The last epoch is broken off, and the one of the death has pieces twice.
     for trained in watched.by_epoch()[: len(script.rows)]:
@@ -268,20 +275,20 @@ def test_workers_may_leave_and_join_between_sync_points(three, tmp_path, master)
 
 @pytest.mark.slow
 def test_checkpoints_after_a_time(client, tmp_path):
-    own = trainer(client, callbacks=[each(tmp_path, every="50 ms")])
+    fitted = trainer(client, callbacks=[each(tmp_path, every="50 ms")])
 
-    own.fit(MANY, LABELS, epochs=2, batch_size=4)
+    fitted.fit(MANY, LABELS, epochs=2, batch_size=4)
 
     assert any(in_the_middle(tmp_path, epoch) for epoch in range(2))
-    assert own.history_.column("examples") == [len(MANY)] * 2
+    assert fitted.history_.column("examples") == [len(MANY)] * 2
 
 
 def test_a_folder_that_workers_do_not_share_is_named(client):
     url = f"memory://{uuid.uuid4().hex}"  # of each process
-    own = with_checkpoints(client, url)
+    failing = with_checkpoints(client, url)
 
     with pytest.raises(SaveError) as caught:
-        own.fit(X, Y, epochs=4, batch_size=BATCH)
+        failing.fit(X, Y, epochs=4, batch_size=BATCH)
 
     message = (
         rf"all replicas have written their parts of {url}/checkpoint-000001, but "

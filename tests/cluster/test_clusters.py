@@ -85,12 +85,12 @@ class TestWhereItRuns:
         expected = parameters_of(first.model_)
         assert first.history_.column("replicas") == [2] * 3
         assert first.history_[0]["sent_bytes"] > 0
-        for other in others:
-            for name, value in parameters_of(other.model_).items():
+        for elsewhere in others:
+            for name, value in parameters_of(elsewhere.model_).items():
                 np.testing.assert_array_equal(value, expected[name], err_msg=name)
             for column in ("loss", "examples", "val_loss", "density", "replicas"):
-                found = other.history_.column(column)
-                assert found == first.history_.column(column), column
+                values = elsewhere.history_.column(column)
+                assert values == first.history_.column(column), column
 
     def test_the_default_client_is_used(self, client, tmp_path):
         notes = Notes(tmp_path)

@@ -63,8 +63,8 @@ def test_a_task_that_is_given_up_is_left_out(client):
 
 def test_a_result_lost_with_its_worker_is_left_out(three):
     pids = three.run(os.getpid)
-    doomed, other, _ = sorted(pids)
-    tasks = [left(three, doomed, 0, [5, 5]), left(three, other, 1, [2, 3])]
+    doomed, survivor, _ = sorted(pids)
+    tasks = [left(three, doomed, 0, [5, 5]), left(three, survivor, 1, [2, 3])]
     os.kill(pids[doomed], signal.SIGKILL)
 
     assert total(collect(three, by_name(*tasks), options())) == [3, 4]

@@ -35,14 +35,14 @@ def test_a_cluster_is_checked(client):
     done = call("check", "--scheduler", client.scheduler.address, "--seconds", 0.1)
 
     assert (done.exit_code, done.stderr) == (0, "")
-    own, *verdicts = done.stdout.splitlines()
-    assert own.startswith(f"the client has daskdl {daskdl.__version__} and torch ")
+    heading, *verdicts = done.stdout.splitlines()
+    assert heading.startswith(f"the client has daskdl {daskdl.__version__} and torch ")
     pattern = (
         r"worker (tcp://\S+): (?:ok|slow: .*) \(1 thread, .*, no CUDA device, "
         r"sends \d+\.\d\d Gbit/s, \d+\.\d ms a step\)"
     )
-    found = [re.fullmatch(pattern, verdict)[1] for verdict in verdicts]
-    assert found == addresses(client)
+    names = [re.fullmatch(pattern, verdict)[1] for verdict in verdicts]
+    assert names == addresses(client)
 
 
 def pretend(version):
@@ -91,14 +91,14 @@ class Stuck(nn.Module):
 def test_a_run_that_hangs_is_explained(client):
     worker, _ = addresses(client)
     sharing = daskdl.GradientSharing(max_staleness=2, exchange_every=1)
-    own = trainer(client, model=Stuck(worker), optimizer=sgd, master=sharing)
-    fit = threading.Thread(target=own.fit, args=(X, Y), kwargs={"epochs": 3})
-    said = []
+    fitted = trainer(client, model=Stuck(worker), optimizer=sgd, master=sharing)
+    fit = threading.Thread(target=fitted.fit, args=(X, Y), kwargs={"epochs": 3})
+    lines = []
 
     def look():
         done = call("doctor", "--scheduler", client.scheduler.address)
         assert (done.exit_code, done.stderr) == (0, "")
-        said[:] = done.stdout.splitlines()
+        lines[:] = done.stdout.splitlines()
         return all(part in done.stdout for part in ("in forward", "catch up"))
 
     release = Event("go on", client=client)
@@ -109,7 +109,7 @@ def test_a_run_that_hangs_is_explained(client):
         release.set()
         fit.join()
 
-    run, first, second, why = said
+    run, first, second, why = lines
     assert re.fullmatch(r"run \w+: epoch 1, \d+ of its rows left, 2 replicas", run)
     stuck, waiting = sorted([first, second], key=lambda line: worker not in line)
     number = re.match(r"  replica (\d)", stuck)[1]

@@ -101,9 +101,9 @@ class FailOnPurpose(Callback):
 
 
 def fit(client, epochs, **options):
-    own, half = trainer(client, **options), len(X) // 2
-    own.fit(X, Y, epochs=epochs, batch_size=16, validation=(X[:half], Y[:half]))
-    return own
+    fitted, half = trainer(client, **options), len(X) // 2
+    fitted.fit(X, Y, epochs=epochs, batch_size=16, validation=(X[:half], Y[:half]))
+    return fitted
 
 
 @needs_bokeh
@@ -156,7 +156,7 @@ class TestPage:
 
         text, colours, canvases = asyncio.run(look())
         assert "epoch 2 of 2" in text
-        light, dark = (sum(map(int, re.findall(r"\d+", one))) for one in colours)
+        light, dark = (sum(map(int, re.findall(r"\d+", colour))) for colour in colours)
         assert light < 3 * 64 < 3 * 192 < dark  # of the text
         assert canvases >= 9  # one for each figure
 
@@ -205,39 +205,39 @@ def test_metrics_have_the_numbers_of_a_fit(watched):
     history = fit(watched, epochs=2).history_
 
     lines = get(watched, "metrics").splitlines()
-    found = [re.fullmatch(r"dask_daskdl_(\w+)\{(.*)\} (\S+)", line) for line in lines]
-    samples = [match.groups() for match in found if match]
+    matches = [re.fullmatch(r"dask_daskdl_(\w+)\{(.*)\} (\S+)", line) for line in lines]
+    samples = [match.groups() for match in matches if match]
     last = repr(history[-1]["val_loss"])
     (run,) = {
         re.search(r'run="(\w+)"', labels)[1]
         for name, labels, value in samples
         if name == "score" and 'score="val_loss"' in labels and value == last
     }
-    own = [(name, float(value)) for name, labels, value in samples if run in labels]
+    values = [(name, float(value)) for name, labels, value in samples if run in labels]
     for total in ("examples", "sent_bytes", "received_bytes"):
-        counted = sum(value for name, value in own if name == f"{total}_total")
+        counted = sum(value for name, value in values if name == f"{total}_total")
         assert counted == sum(history.column(total)), total
-    assert ("epoch", 1.0) in own
-    assert ("replicas_failed", 0.0) in own
+    assert ("epoch", 1.0) in values
+    assert ("replicas_failed", 0.0) in values
 
 
 def without_bokeh():
     """Epochs of two fits, what was logged, and what was imported nevertheless."""
     sys.modules.update(dict.fromkeys(["bokeh", "prometheus_client"]))
-    said, logger = [], logging.getLogger("daskdl")
+    messages, logger = [], logging.getLogger("daskdl")
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     with cluster_of(1, processes=False) as client:
         epochs = [len(fit(client, epochs=1).history_) for _ in range(2)]
     names = "bokeh.", "prometheus_client."
-    return epochs, said, [name for name in sys.modules if name.startswith(names)]
+    return epochs, messages, [name for name in sys.modules if name.startswith(names)]
 
 
 def test_without_bokeh_a_line_of_the_log_says_so_once_and_the_fit_works():
-    epochs, said, imported = in_a_fork(without_bokeh)
+    epochs, messages, imported = in_a_fork(without_bokeh)
 
     assert (epochs, imported) == ([1, 1], [])
-    (line,) = [line for line in said if "bokeh is not inst" in line]
+    (line,) = [line for line in messages if "bokeh is not inst" in line]
     assert "pip install daskdl[dashboard]" in line

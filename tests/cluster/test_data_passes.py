@@ -48,12 +48,12 @@ class Boxes(Source):
 
 
 def test_a_normalizer_is_fitted_where_the_parts_are_each_time_alike(client):
-    one, two = (Standardize().fit(Boxes(), client=client) for _ in range(2))
+    first, second = (Standardize().fit(Boxes(), client=client) for _ in range(2))
 
     X = np.concatenate([Boxes().rows(part)[0] for part in range(9)])
-    assert one == two
-    np.testing.assert_allclose(one.scalings.shift, X.mean(0), rtol=1e-13)
-    np.testing.assert_allclose(one.scalings.scale, X.std(0), rtol=1e-13)
+    assert first == second
+    np.testing.assert_allclose(first.scalings.shift, X.mean(0), rtol=1e-13)
+    np.testing.assert_allclose(first.scalings.scale, X.std(0), rtol=1e-13)
 
 
 def test_nan_on_a_worker_is_refused_with_the_part(client):
@@ -66,7 +66,7 @@ def test_data_are_validated_where_the_parts_are(client):
 
     assert (report.parts, report.rows) == (9, 45)
     assert report.counts["non-finite"] == report.counts["invalid label"] == 1
-    assert [one[:3] for one in report.offenders] == [
+    assert [offender[:3] for offender in report.offenders] == [
         ("box 3", 1, "non-finite"),
         ("box 8", 8, "invalid label"),
     ]
@@ -125,10 +125,10 @@ def test_a_part_whose_worker_is_lost_is_done_on_another(tmp_path, make, workers)
     function = Dying(tmp_path / "died")
 
     with cluster_of(workers) as client:
-        found = sums(make(), client, function)
+        totals = sums(make(), client, function)
 
     assert function.folder.exists()
-    assert found == SUMS
+    assert totals == SUMS
 
 
 @pytest.mark.slow
@@ -145,16 +145,16 @@ def test_a_part_that_ends_its_workers_is_an_error(tmp_path, make):
 
 @pytest.mark.slow
 def test_parts_go_to_the_workers_that_are_still_there(tmp_path):
-    source, found = InMemory(VALUES, None, batch_size=1), {}
+    source, values = InMemory(VALUES, None, batch_size=1), {}
 
     with cluster_of(2) as client:
-        numbers = map_parts(source, lambda own, part: part, client, send=True)
+        numbers = map_parts(source, lambda _, part: part, client, send=True)
         for part, number in numbers:
-            found[part] = number
-            if len(found) == 1:
+            values[part] = number
+            if len(values) == 1:
                 client.retire_workers([min(client.nthreads())])
 
-    assert found == {part: part for part in range(24)}
+    assert values == {part: part for part in range(24)}
 
 
 def refusing(monkeypatch, kind, times, then=lambda client: None):

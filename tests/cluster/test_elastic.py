@@ -34,19 +34,19 @@ class TestThree:
         script = Script((3, kill), (took_part.by(3), enough))
         master = Recorded(str(tmp_path), kept())
 
-        own = script.run(trainer(three, master=master, callbacks=[took_part]), X, Y)
+        fitted = script.run(trainer(three, master=master, callbacks=[took_part]), X, Y)
 
         last = len(script.rows) - 1
         shared = agreed(tmp_path, last)
         assert sorted(shared) == [0, 2, 3]
-        for other in (2, 3):
-            np.testing.assert_array_equal(shared[0], shared[other])
+        for replica in (2, 3):
+            np.testing.assert_array_equal(shared[0], shared[replica])
         assert sum(row["repeated_pieces"] for row in script.rows) <= 1
-        assert own.evaluate(X, Y)["accuracy"] > 0.8
-        replicas = own.history_.run.replicas
+        assert fitted.evaluate(X, Y)["accuracy"] > 0.8
+        replicas = fitted.history_.run.replicas
         assert "its worker is gone" in replicas[1]["reason"]
         assert replicas[3]["joined"] > replicas[1]["left"] > 0
-        assert {0, 2, 3} <= set(own.history_.timeline.replicas)
+        assert {0, 2, 3} <= set(fitted.history_.timeline.replicas)
 
     @pytest.mark.slow
     def test_a_frozen_worker_is_removed_and_joins_again(self, three, worker, tmp_path):
@@ -79,9 +79,9 @@ def test_workers_that_are_added_join_the_fit(growing, add, tmp_path):
     script = Script((1, lambda: add(growing.cluster)), (2, enough))
     master = Recorded(str(tmp_path), kept())
 
-    own = script.run(trainer(growing, master=master, model=normalised), X, Y)
+    fitted = script.run(trainer(growing, master=master, model=normalised), X, Y)
 
     shared = agreed(tmp_path, len(script.rows) - 1)
     assert sorted(shared) == [0, 1]
     np.testing.assert_array_equal(shared[0], shared[1])
-    assert own.evaluate(X, Y)["accuracy"] > 0.8
+    assert fitted.evaluate(X, Y)["accuracy"] > 0.8

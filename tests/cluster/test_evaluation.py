@@ -53,10 +53,10 @@ def check(values, scores):
     assert {name: values[name] for name in numbers} == pytest.approx(numbers, rel=1e-6)
 
 
-def measured(model, client, *given):
+def measured(model, client, *data):
     return daskdl.evaluate(
         model,
-        *given,
+        *data,
         loss=nn.CrossEntropyLoss(),
         metrics=["classification", MulticlassAUROC(3)],
         client=client,
@@ -106,14 +106,14 @@ def test_a_worker_that_dies_on_a_part_changes_nothing(three, model, scores, tmp_
 
 @pytest.mark.parametrize("chunk", [None, 97], ids=["numpy", "dask"])
 def test_every_worker_does_a_part_and_nothing_stays(client, model, chunk):
-    given = (
+    data = (
         (X, Y) if chunk is None else (da.from_array(X, (97, 4)), da.from_array(Y, 90))
     )
     before, model = executed(client), model.train().bfloat16()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     options = {"loss": nn.CrossEntropyLoss(), "batch_size": 4}
 
-    values = daskdl.evaluate(model, *given, client=client, **options)
+    values = daskdl.evaluate(model, *data, client=client, **options)
 
     after = executed(client)
     assert all(after[worker] > before[worker] for worker in after)

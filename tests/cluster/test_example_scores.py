@@ -59,10 +59,10 @@ def test_lazy_scores_are_computed_by_the_cluster(client, expected):
 
 
 def test_lazy_scores_have_keys(forgetful, expected):
-    client, own, whole = forgetful, trainer(client=forgetful), table()
+    client, fitted, whole = forgetful, trainer(client=forgetful), table()
 
-    of_column = own.score_examples(whole[[*"abcd", "id"]], whole["label"], key="id")
-    of_bag = own.score_examples(keyed_pairs(), key=True)
+    of_column = fitted.score_examples(whole[[*"abcd", "id"]], whole["label"], key="id")
+    of_bag = fitted.score_examples(keyed_pairs(), key=True)
 
     series = client.compute(of_column).result()
     np.testing.assert_allclose(series[IDS], expected, **CLOSE)

@@ -50,9 +50,9 @@ class Looking(TrainedRows):
 def fit(client, store, tmp_path):
     """Train on numbered blocks, each of which is to be made once."""
     watched, looking = Watched(tmp_path), Looking(tmp_path, store)
-    own = trainer(client, loss=looking, callbacks=[looking])
+    fitted = trainer(client, loss=looking, callbacks=[looking])
 
-    own.fit(*watched_blocks(watched), epochs=EPOCHS, batch_size=8, approach="export")
+    fitted.fit(*watched_blocks(watched), epochs=EPOCHS, batch_size=8, approach="export")
 
     assert looking.by_epoch() == [ALL] * EPOCHS
     assert watched.times() == dict.fromkeys(range(12), 1)
@@ -92,9 +92,9 @@ def broken(number):
 )
 def test_nothing_is_left_after(client, store, tmp_path, block, callback, error):
     x, y = watched_blocks(Watched(tmp_path, block))
-    own = trainer(client, callbacks=[callback] if callback else [])
+    failing = trainer(client, callbacks=[callback] if callback else [])
 
     with pytest.raises(error):
-        own.fit(x, y % 4, epochs=10_000, batch_size=8, approach="export")
+        failing.fit(x, y % 4, epochs=10_000, batch_size=8, approach="export")
 
     assert below(store) == []

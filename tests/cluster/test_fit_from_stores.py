@@ -26,8 +26,8 @@ def on_s3(bucket, s3_endpoint):
     """Rows and their numbers, 40 in each file."""
     store = Store(f"{bucket}/x", s3.options(s3_endpoint))
     for i in range(12):
-        own, content = slice(40 * i, 40 * (i + 1)), io.BytesIO()
-        np.savez(content, x=X[own], y=np.arange(480)[own])
+        rows, content = slice(40 * i, 40 * (i + 1)), io.BytesIO()
+        np.savez(content, x=X[rows], y=np.arange(480)[rows])
         store.write(f"{i}.npz", content.getvalue())
     return store
 
@@ -39,8 +39,8 @@ def trained(tmp_path):
 
 def fit(client, trained, data, *more, **options):
     """Train on numbered rows."""
-    own = trainer(client, loss=trained, callbacks=[trained, *more])
-    return own.fit(data, epochs=EPOCHS, batch_size=8, **options)
+    fitted = trainer(client, loss=trained, callbacks=[trained, *more])
+    return fitted.fit(data, epochs=EPOCHS, batch_size=8, **options)
 
 
 def test_from_a_server(client, trained, on_s3):

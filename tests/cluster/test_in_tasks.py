@@ -21,9 +21,9 @@ def one_slot():
 
 
 def fit(client):
-    own = trainer(client)
-    own.fit(X, Y, epochs=1, batch_size=16)
-    return own
+    fitted = trainer(client)
+    fitted.fit(X, Y, epochs=1, batch_size=16)
+    return fitted
 
 
 def evaluate(client):
@@ -71,7 +71,7 @@ def test_annotations_of_data_and_of_urgency_are_allowed(one_slot):
         x = dask.array.from_array(X, chunks=(48, -1))
 
     with dask.annotate(priority=1, retries=2):
-        own = trainer(one_slot)
-        own.fit(x, dask.array.from_array(Y, chunks=48), epochs=1, batch_size=16)
+        fitted = trainer(one_slot)
+        fitted.fit(x, dask.array.from_array(Y, chunks=48), epochs=1, batch_size=16)
 
-    assert np.isfinite(own.history_[-1]["loss"])
+    assert np.isfinite(fitted.history_[-1]["loss"])

@@ -79,9 +79,9 @@ def predict(client):
 
 
 def score(client):
-    own = trainer(client)
-    own.model_ = mlp()
-    return own.score_examples(X, Y)
+    unfitted = trainer(client)
+    unfitted.model_ = mlp()
+    return unfitted.score_examples(X, Y)
 
 
 def check(client):

@@ -28,16 +28,16 @@ def trainer(client):
 
 
 def test_two_workers_train_the_network_and_keras_says_the_same(client, tmp_path):
-    own = trainer(client)
+    fitted = trainer(client)
 
-    history = own.fit(X, Y, epochs=6, batch_size=8)
-    predicted = own.predict(X)
-    own.model_.save(tmp_path / "trained.keras")
+    history = fitted.fit(X, Y, epochs=6, batch_size=8)
+    predicted = fitted.predict(X)
+    fitted.model_.save(tmp_path / "trained.keras")
 
     assert history.column("replicas") == [2] * 6
     assert history[-1]["loss"] < 0.97 * history[0]["loss"]
     loaded = library().saving.load_model(tmp_path / "trained.keras")
-    for model in (own.model_, loaded):
+    for model in (fitted.model_, loaded):
         by_keras = model.predict(X, verbose=0)
         np.testing.assert_allclose(predicted, by_keras, rtol=0, atol=1e-5)
 
@@ -45,7 +45,7 @@ def test_two_workers_train_the_network_and_keras_says_the_same(client, tmp_path)
 @pytest.mark.slow
 def test_workers_on_another_backend_say_so():
     with cluster_of(1, env={"KERAS_BACKEND": "jax"}) as client:
-        own = trainer(client)
+        failing = trainer(client)
 
         with pytest.raises(DaskDLError, match="KERAS_BACKEND is 'jax' in this process"):
-            own.fit(X, Y, batch_size=8)
+            failing.fit(X, Y, batch_size=8)

@@ -215,21 +215,23 @@ class Kill(NamedTuple):
 
 def newest(series):
     """Number of the newest whole one, all of which is read."""
-    found = series.newest()
-    check_whole(found)
-    return found.stamp.number
+    newest = series.newest()
+    check_whole(newest)
+    return newest.stamp.number
 
 
-def check_whole(found):
+def check_whole(checkpoint):
     """Read all of it: each file has the checksum that it ought to have."""
-    for name in (COMMON, *map(of_replica, found.header["members"])):
-        stamp, _ = Part(found.store, name).read()
-        assert stamp == found.stamp
+    for name in (COMMON, *map(of_replica, checkpoint.header["members"])):
+        stamp, _ = Part(checkpoint.store, name).read()
+        assert stamp == checkpoint.stamp
 
 
-def files(found):
+def files(checkpoint):
     """Files of tensors, whose names have checksums of what is in them."""
-    return sorted(path.name for path in Path(found.store.url).glob("*.safetensors"))
+    return sorted(
+        path.name for path in Path(checkpoint.store.url).glob("*.safetensors")
+    )
 
 
 class Uninterrupted(NamedTuple):
@@ -250,9 +252,14 @@ def uninterrupted(tmp_path_factory):
     with Processes(folder, keep_last=None) as fit:
         result = fit.result()
     series = Series.at(folder / CHECKPOINTS)
-    found = {number: complete_at(series.folder(number)) for number in series.numbers()}
-    assert list(found) == list(range(1, ALL + 1))
-    return Uninterrupted(result, {number: files(one) for number, one in found.items()})
+    checkpoints = {
+        number: complete_at(series.folder(number)) for number in series.numbers()
+    }
+    assert list(checkpoints) == list(range(1, ALL + 1))
+    return Uninterrupted(
+        result,
+        {number: files(checkpoint) for number, checkpoint in checkpoints.items()},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -264,17 +271,17 @@ def broken_off():
 def check_all(series, uninterrupted):
     """What is taken for whole is whole, and what it ought to be."""
     for number in series.numbers():
-        found = complete_at(series.folder(number))
-        if found is not None:
-            check_whole(found)
-        if found is not None and len(found.header["members"]) == WORKERS:
-            assert files(found) == uninterrupted.files[number]
+        checkpoint = complete_at(series.folder(number))
+        if checkpoint is not None:
+            check_whole(checkpoint)
+        if checkpoint is not None and len(checkpoint.header["members"]) == WORKERS:
+            assert files(checkpoint) == uninterrupted.files[number]
 
 
-def check_same(one, other):
-    for name, tensor in one["model"].items():
-        assert torch.equal(tensor, other["model"][name]), name
-    states = [result["optimizer"]["state"] for result in (one, other)]
+def check_same(actual, expected):
+    for name, tensor in actual["model"].items():
+        assert torch.equal(tensor, expected["model"][name]), name
+    states = [result["optimizer"]["state"] for result in (actual, expected)]
     assert states[0].keys() == states[1].keys()
     for number, state in states[0].items():
         for name, value in state.items():

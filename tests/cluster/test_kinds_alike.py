@@ -24,24 +24,24 @@ from tests.support.recording import vector
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-def fitted(client, given):
-    own = trainer(
+def fitted(client, dataset):
+    fitted = trainer(
         client,
         model=Joining,
-        loss=given.loss,
+        loss=dataset.loss,
         optimizer=plain,
         master=kept(max_staleness=0),
     )
-    own.fit(
-        given.x,
-        given.y,
+    fitted.fit(
+        dataset.x,
+        dataset.y,
         epochs=2,
         batch_size=8,
         shuffle=False,
-        **given.options,
-        **given.fit,
+        **dataset.options,
+        **dataset.fit,
     )
-    return own
+    return fitted
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +83,19 @@ def some_slow(kind):
 
 @pytest.mark.parametrize("kind", [some_slow(kind) for kind in KINDS])
 def test_all_train_score_and_predict_alike(forgetful, reference, tmp_path, kind):
-    given = KINDS[kind](Where(forgetful, tmp_path))
+    dataset = KINDS[kind](Where(forgetful, tmp_path))
 
-    own = fitted(forgetful, given)
-    score = own.evaluate(given.x, given.y, batch_size=8, **given.options)
-    outputs = own.predict(given.x, batch_size=8, **given.options)
+    trained = fitted(forgetful, dataset)
+    score = trained.evaluate(dataset.x, dataset.y, batch_size=8, **dataset.options)
+    outputs = trained.predict(dataset.x, batch_size=8, **dataset.options)
 
-    assert torch.equal(vector(own.model_), vector(reference.model_))
-    assert own.history_.column("examples") == [ROWS, ROWS]
-    assert own.history_.column("replicas") == [2, 2]
-    assert own.history_.column("loss") == reference.history_.column("loss")
+    assert torch.equal(vector(trained.model_), vector(reference.model_))
+    assert trained.history_.column("examples") == [ROWS, ROWS]
+    assert trained.history_.column("replicas") == [2, 2]
+    assert trained.history_.column("loss") == reference.history_.column("loss")
     expected = reference.evaluate(X, Y, batch_size=8)
     assert score == pytest.approx({name: expected[name] for name in score}, rel=1e-6)
-    assert isinstance(outputs, given.made)
+    assert isinstance(outputs, dataset.output_type)
     np.testing.assert_allclose(
         computed(forgetful, outputs), reference.predict(X), **CLOSE
     )
@@ -103,18 +103,18 @@ def test_all_train_score_and_predict_alike(forgetful, reference, tmp_path, kind)
 
 def test_the_reference_depends_on_its_rows(client, reference):
     """Or else all kinds would be alike whatever they held."""
-    own = fitted(client, Given(X[::-1].copy(), Y[::-1].copy()))
+    trained = fitted(client, Given(X[::-1].copy(), Y[::-1].copy()))
 
-    assert not torch.equal(vector(own.model_), vector(reference.model_))
+    assert not torch.equal(vector(trained.model_), vector(reference.model_))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["files", "packed rows"])
 def test_files_in_memory_where_the_workers_are_threads(threads, reference, packed):
     store = Store(f"memory://kinds-{uuid.uuid4().hex}")
     for number in range(3):
-        own = slice(30 * number, 30 * number + 30)
+        rows = slice(30 * number, 30 * number + 30)
         file = io.BytesIO()
-        save_npz(file, X[own], Y[own])
+        save_npz(file, X[rows], Y[rows])
         store.write(f"{number}.npz", file.getvalue())
     url = store.url
     if packed:
@@ -122,9 +122,9 @@ def test_files_in_memory_where_the_workers_are_threads(threads, reference, packe
         loose = data.files(store.url)
         data.pack(loose, url=url, per_file=8, shuffle=False, client=threads)
 
-    own = fitted(threads, Given(url))
+    trained = fitted(threads, Given(url))
 
-    assert torch.equal(vector(own.model_), vector(reference.model_))
+    assert torch.equal(vector(trained.model_), vector(reference.model_))
 
 
 class Numbers(IterableDataset):
@@ -166,10 +166,10 @@ class Noting:
     def rows(self):
         """In any order; then all is forgotten."""
         paths = list(Path(self._folder).iterdir())
-        found = [int(line) for path in paths for line in path.read_text().split()]
+        rows = [int(line) for path in paths for line in path.read_text().split()]
         for path in paths:
             path.unlink()
-        return sorted(found)
+        return sorted(rows)
 
 
 @pytest.mark.parametrize("kind", STREAMS)
@@ -179,14 +179,14 @@ def test_of_streams_each_row_is_used_once_and_outputs_have_its_order(
     noting = Noting(tmp_path)
     # Comparing models would score some rows once more.
     master = GradientSharing(compare_models=False)
-    own = trainer(client, model=Joining, loss=noting, optimizer=plain, master=master)
+    fitted = trainer(client, model=Joining, loss=noting, optimizer=plain, master=master)
 
-    history = own.fit(STREAMS[kind](), epochs=2, batch_size=8)
+    history = fitted.fit(STREAMS[kind](), epochs=2, batch_size=8)
     trained = noting.rows()
-    score = own.evaluate(STREAMS[kind](), batch_size=8)
+    score = fitted.evaluate(STREAMS[kind](), batch_size=8)
     scored = noting.rows()
-    own.model_ = nn.Identity()
-    outputs = own.predict(STREAMS[kind](), batch_size=8)
+    fitted.model_ = nn.Identity()
+    outputs = fitted.predict(STREAMS[kind](), batch_size=8)
     alone = predict(nn.Identity(), STREAMS[kind](), client=False)
 
     assert trained == sorted([*range(ROWS), *range(ROWS)])

@@ -29,7 +29,7 @@ from tests.support.watched import (
     MADE,
     TrainedRows,
     Watched,
-    made,
+    built,
     note,
     notes,
     watched_blocks,
@@ -56,8 +56,8 @@ class Made(Callback):
     def on_step_end(self, step):
         wanted = expected(step.number, self._ahead)
         with MADE:
-            MADE.wait_for(lambda: made[self._folder] >= wanted, timeout=30)
-            note(self._folder, "ahead", step=step.number, made=made[self._folder])
+            MADE.wait_for(lambda: built[self._folder] >= wanted, timeout=30)
+            note(self._folder, "ahead", step=step.number, made=built[self._folder])
 
 
 def expected(step, ahead):
@@ -88,7 +88,7 @@ class OutOfStep(Callback):
         if at == (1, self._steps):
             wanted = math.ceil(self._steps / STEPS) + 1  # and the next
             with MADE:
-                assert MADE.wait_for(lambda: made[self._folder] == wanted, timeout=60)
+                assert MADE.wait_for(lambda: built[self._folder] == wanted, timeout=60)
             there.set()
             assert alone.wait(60)
         elif at == (0, self._steps):
@@ -100,9 +100,9 @@ class OutOfStep(Callback):
 class TestWhenBlocksAreThere:
     def test_each_is_made_once_per_epoch(self, client, tmp_path):
         trained, watched = TrainedRows(tmp_path), Watched(tmp_path)
-        own = trainer(client, master=IN_STEP, loss=trained, callbacks=[trained])
+        fitted = trainer(client, master=IN_STEP, loss=trained, callbacks=[trained])
 
-        own.fit(*watched_blocks(watched), epochs=3, batch_size=8)
+        fitted.fit(*watched_blocks(watched), epochs=3, batch_size=8)
 
         assert trained.by_epoch() == [ALL] * 3
         assert trained.replicas() == {0, 1}
@@ -113,9 +113,9 @@ class TestWhenBlocksAreThere:
         trained, watched = TrainedRows(tmp_path), Watched(tmp_path)
         out_of_step = OutOfStep(tmp_path, steps)
         master, callbacks = kept(max_staleness=None), [trained, out_of_step]
-        own = trainer(client, master=master, loss=trained, callbacks=callbacks)
+        fitted = trainer(client, master=master, loss=trained, callbacks=callbacks)
 
-        own.fit(*watched_blocks(watched), batch_size=8)
+        fitted.fit(*watched_blocks(watched), batch_size=8)
 
         assert trained.by_epoch() == [ALL]
         # Replica 0 takes the block that 1 has reserved, and shares the one it is in.
@@ -127,14 +127,14 @@ class TestWhenBlocksAreThere:
     ):
         watched = Watched(tmp_path)
         callbacks = [Made(tmp_path, ahead)]
-        own = trainer(client, master=IN_STEP, callbacks=callbacks)
+        fitted = trainer(client, master=IN_STEP, callbacks=callbacks)
         x, y = watched_blocks(watched)
 
-        own.fit(x, y % 4, batch_size=8, prefetch=prefetch)
+        fitted.fit(x, y % 4, batch_size=8, prefetch=prefetch)
 
-        found = notes(tmp_path, "ahead")
-        assert len(found) == BLOCKS * STEPS
-        for line in found:
+        seen = notes(tmp_path, "ahead")
+        assert len(seen) == BLOCKS * STEPS
+        for line in seen:
             assert line["made"] == expected(line["step"], ahead), line
 
     @pytest.mark.parametrize("prefetch", [0, 2, 100])
@@ -188,7 +188,9 @@ def hangs(client):
 def training_threads(client):
     """Threads of Dask's that still run daskdl, on all workers."""
     names = client.run(own_threads).values()
-    return [name for own in names for name in own if "Dask-" in name]
+    return [
+        name for names_of_worker in names for name in names_of_worker if "Dask-" in name
+    ]
 
 
 class TestBlocksThatDoNotCome:
@@ -261,9 +263,9 @@ class TestPersistedBlocks:
         with client.as_current():
             wait(below, timeout=20)
         x = below.map_blocks(watched, meta=np.empty((0, 20), np.float32))
-        own = trainer(client, master=IN_STEP, loss=trained, callbacks=[trained])
+        fitted = trainer(client, master=IN_STEP, loss=trained, callbacks=[trained])
 
-        own.fit(x, y, epochs=2, batch_size=8)
+        fitted.fit(x, y, epochs=2, batch_size=8)
 
         assert trained.by_epoch() == [ALL] * 2
         assert trained.replicas() == {0, 1}

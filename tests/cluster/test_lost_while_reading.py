@@ -59,8 +59,8 @@ def scattered_rows(folder, client):
 def small_parts(folder, client):
     """So many that some are leased, computed and trained on together."""
     cuts = [slice(start, start + 5) for start in range(0, COUNT, 5)]
-    made = [dask.delayed((X[own], np.arange(COUNT)[own])) for own in cuts]
-    return Data((made,), COUNT // 3)
+    parts = [dask.delayed((X[rows], np.arange(COUNT)[rows])) for rows in cuts]
+    return Data((parts,), COUNT // 3)
 
 
 def small_blocks(folder, client):
@@ -92,15 +92,15 @@ def test_every_row_is_trained_on_in_each_epoch(three, tmp_path, kind):
     data, trained = kind(tmp_path, three), TrainedRows(tmp_path)
     # In the second epoch at the latest, in the middle of what it has leased.
     callbacks = [trained, KillAt(COUNT // BATCH // 3 + 3)]
-    own = trainer(three, model=mlp, loss=trained, callbacks=callbacks)
+    fitted = trainer(three, model=mlp, loss=trained, callbacks=callbacks)
 
-    history = own.fit(*data.arguments, epochs=EPOCHS, batch_size=BATCH)
+    history = fitted.fit(*data.arguments, epochs=EPOCHS, batch_size=BATCH)
 
-    found = trained.by_epoch()
-    assert len(history) == len(found) == EPOCHS
-    for epoch in found:
+    seen = trained.by_epoch()
+    assert len(history) == len(seen) == EPOCHS
+    for epoch in seen:
         assert epoch.keys() == set(range(COUNT))
-    doubled = [epoch.total() - COUNT for epoch in found]
+    doubled = [epoch.total() - COUNT for epoch in seen]
     again = history.column("repeated_pieces")
     assert sum(again) >= 1
     assert [epoch for epoch, pieces in enumerate(again) if not pieces] == [

@@ -20,21 +20,21 @@ X, Y = rows(160)
     [hooked, *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m != hooked)],
 )
 def test_it_trains_scores_predicts_and_answers(client, model):
-    own = trainer(client, model=model)
+    fitted = trainer(client, model=model)
 
-    own.fit(X, Y, epochs=2, validation=(X, Y))
-    history = own.fit(X, Y, epochs=2, validation=(X, Y))
+    fitted.fit(X, Y, epochs=2, validation=(X, Y))
+    history = fitted.fit(X, Y, epochs=2, validation=(X, Y))
 
     assert history[-1]["replicas"] == 2
     with torch.no_grad():
-        output = own.model_.eval()(torch.from_numpy(X))
-    np.testing.assert_allclose(own.predict(X), output, rtol=1e-4, atol=1e-5)
-    lazy = own.predict(dask.array.from_array(X, chunks=(50, -1)))
+        output = fitted.model_.eval()(torch.from_numpy(X))
+    np.testing.assert_allclose(fitted.predict(X), output, rtol=1e-4, atol=1e-5)
+    lazy = fitted.predict(dask.array.from_array(X, chunks=(50, -1)))
     np.testing.assert_allclose(client.gather(client.compute(lazy)), output, atol=1e-4)
     loss = nn.functional.cross_entropy(output, torch.from_numpy(Y)).item()
-    assert own.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-4)
+    assert fitted.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-4)
     assert history[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
-    with own.predictor(replicas=2) as ask:
+    with fitted.predictor(replicas=2) as ask:
         np.testing.assert_allclose(ask(X[:8]), output[:8], rtol=1e-4, atol=1e-5)
 
 
@@ -45,10 +45,10 @@ def test_a_joining_replica_makes_its_own_model(growing):
         (lambda row: row["replicas"] == 2, enough),
     )
 
-    own = script.run(trainer(growing, model=locked), X, Y)
+    fitted = script.run(trainer(growing, model=locked), X, Y)
 
     assert script.rows[-1]["replicas"] == 2
-    assert len(own.predict(X)) == len(X)
+    assert len(fitted.predict(X)) == len(X)
 
 
 def beyond_reach():
@@ -56,9 +56,9 @@ def beyond_reach():
     lock = threading.Lock()
 
     def model():
-        own = mlp()
-        own.lock = lock
-        return own
+        model = mlp()
+        model.lock = lock
+        return model
 
     return model
 

@@ -43,13 +43,13 @@ def recorded(folder, **options):
 @pytest.mark.parametrize("routing", ["mesh", "direct"])
 def test_replicas_agree_and_no_update_is_lost_or_repeated(threads, tmp_path, routing):
     master = recorded(tmp_path, routing=routing, replicas_per_worker=2)
-    own = trainer(threads, master=master)
+    fitted = trainer(threads, master=master)
 
-    own.fit(X, Y, epochs=3, batch_size=16)
+    fitted.fit(X, Y, epochs=3, batch_size=16)
 
     ends = check_agreement(records(tmp_path, epoch=2).values())
     expected = ends[0]["start"] + sum(end["progress"] for end in ends)
-    got = delivered(own).numpy()
+    got = delivered(fitted).numpy()
     np.testing.assert_allclose(got, expected, rtol=0, atol=6e-6)
 
 
@@ -79,9 +79,9 @@ class Killing(Callback):
 @pytest.mark.slow
 def test_survivors_of_a_killed_replica_agree(three, tmp_path):
     killing = Killing(replica=1, step=25)
-    own = trainer(three, master=recorded(tmp_path), callbacks=[killing])
+    fitted = trainer(three, master=recorded(tmp_path), callbacks=[killing])
 
-    history = own.fit(X, Y, epochs=6, batch_size=16)
+    history = fitted.fit(X, Y, epochs=6, batch_size=16)
 
     assert len(history) == 6
     left = records(tmp_path, epoch=5)

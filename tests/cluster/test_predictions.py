@@ -26,7 +26,7 @@ def lazy():
 
 def copies_there(name):
     """The number of different weights of modules of a class in this process."""
-    return len({one.weight.data_ptr() for one in Tracked.held(name)})
+    return len({module.weight.data_ptr() for module in Tracked.held(name)})
 
 
 def model_of(client):
@@ -117,12 +117,12 @@ def test_a_partition_of_a_dead_worker_is_computed_by_another(three, tmp_path):
                 os._exit(1)
             return 2 * x
 
-    found = daskdl.predict(Ending(), lazy(), client=three)
+    outputs = daskdl.predict(Ending(), lazy(), client=three)
 
-    values = three.compute(found).result()
+    values = three.compute(outputs).result()
     assert os.path.exists(flag)
     np.testing.assert_array_equal(values, 2 * X)
-    del found
+    del outputs
 
 
 def test_threads_of_a_worker_share_the_weights_and_leave_the_rows_alone():
@@ -139,10 +139,10 @@ def test_threads_of_a_worker_share_the_weights_and_leave_the_rows_alone():
         output = daskdl.predict(model, lazy(), client=client)
         small = daskdl.predict(model, X, client=client)
 
-        found = client.compute(output).result()
+        outputs = client.compute(output).result()
 
         assert copies_there("Lone") == 2  # the user's own, and the worker's
-        np.testing.assert_array_equal(found, before + 1)
+        np.testing.assert_array_equal(outputs, before + 1)
         np.testing.assert_array_equal(small, before + 1)
         np.testing.assert_array_equal(X, before)
         del output

@@ -104,10 +104,10 @@ def test_a_model_is_swapped_under_load_and_the_old_one_leaves_memory(client):
         for value in range(1, 6):
             predictor.swap(Constant(value))
             after = [predictor(X[:1])["value"][0] for _ in range(4)]
-            wrong += [found for found in after if found != value]
+            wrong += [answer for answer in after if answer != value]
         stop.set()
-        for one in asking:
-            one.result(WITHIN_S)
+        for thread in asking:
+            thread.result(WITHIN_S)
         there = client.run(models)
 
     assert wrong == []

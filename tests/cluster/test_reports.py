@@ -80,8 +80,8 @@ def test_a_callback_is_pickled_once_and_unpickled_by_each_replica(client, tmp_pa
 
 
 class NotUnpickled(Exception):
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
 
 
 class NotPickled(Exception):
@@ -98,10 +98,10 @@ class NotPickled(Exception):
     ],
 )
 def test_the_client_gets_address_and_traceback(client, make, summary):
-    own = trainer(client, callbacks=[FailAt(make)])
+    failing = trainer(client, callbacks=[FailAt(make)])
 
     with pytest.raises(ReplicaError) as caught:
-        own.fit(X, Y, epochs=100)
+        failing.fit(X, Y, epochs=100)
 
     message = str(caught.value)
     worker = sorted(client.nthreads())[1]

@@ -18,13 +18,13 @@ X, Y = rows()
 @pytest.mark.timeout(200)
 def test_fifty_runs_leave_nothing(client):
     both = [trainer(client, master=kept(routing=r)) for r in ("plain", "mesh")]
-    for own in 2 * both:  # caches are filled then
-        own.fit(X[:64], Y[:64], batch_size=8)
+    for fitted in 2 * both:  # caches are filled then
+        fitted.fit(X[:64], Y[:64], batch_size=8)
     assert still_left_behind(client) == {}
     before = at_rest(client)
 
-    for own in 25 * both:
-        assert own.fit(X[:64], Y[:64], batch_size=8).column("replicas") == [2]
+    for fitted in 25 * both:
+        assert fitted.fit(X[:64], Y[:64], batch_size=8).column("replicas") == [2]
 
     assert changed_since(client, before) == {}
 
@@ -34,9 +34,9 @@ def test_fifty_runs_leave_nothing(client):
 def test_concurrent_runs_do_not_mix(client, clients, caplog):
     # What Dask says of a client that closes would hold its tasks in the record.
     caplog.set_level(logging.CRITICAL + 1, "distributed.scheduler")
-    other = client
+    outsider = client
     if clients == "two":
-        other = Client(client.scheduler.address, set_as_default=False)
+        outsider = Client(client.scheduler.address, set_as_default=False)
     data = [rows(seed=1), rows(seed=2)]
     alone = [trained(client, *pair, seed) for seed, pair in enumerate(data)]
     assert still_left_behind(client) == {}
@@ -47,24 +47,24 @@ def test_concurrent_runs_do_not_mix(client, clients, caplog):
             runs = [
                 threads.submit(trained, by, *pair, seed)
                 for seed, (by, pair) in enumerate(
-                    zip((client, other), data, strict=True)
+                    zip((client, outsider), data, strict=True)
                 )
             ]
             together = [run.result(timeout=60) for run in runs]
     finally:
-        if other is not client:
-            other.close()
+        if outsider is not client:
+            outsider.close()
 
-    for one, both in zip(alone, together, strict=True):
-        np.testing.assert_array_equal(one, both)
+    for expected, actual in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(expected, actual)
     assert not np.array_equal(*alone)
     assert changed_since(client, before) == {}
 
 
 def trained(client, x, y, seed):
     """Train in lockstep, so that the result depends only on data and seed."""
-    own = trainer(client, master=kept(max_staleness=0), seed=seed)
-    history = own.fit(x, y, epochs=4, batch_size=16)
+    fitted = trainer(client, master=kept(max_staleness=0), seed=seed)
+    history = fitted.fit(x, y, epochs=4, batch_size=16)
     assert history.column("examples") == [480] * 4
     assert history.column("refused_messages") == [0] * 4
-    return vector(own.model_).numpy()
+    return vector(fitted.model_).numpy()

@@ -52,9 +52,9 @@ def all_labels(client, placement):
 
 def holders(client, placement):
     """The only worker that has each part, in order."""
-    found = client.who_has([Future(key, client) for key in placement.keys])
-    assert {len(found[key]) for key in placement.keys} == {1}
-    return [found[key][0] for key in placement.keys]
+    holders = client.who_has([Future(key, client) for key in placement.keys])
+    assert {len(holders[key]) for key in placement.keys} == {1}
+    return [holders[key][0] for key in placement.keys]
 
 
 def part_keys(client):
@@ -83,12 +83,12 @@ def test_parts_in_memory_hold_every_row_once(client, workers, kind, seed):
 
 def test_what_was_released_leaves_only_what_was_sent_again(client, workers):
     placements = put(client, workers), put(client, workers, *blocks())
-    with put(client, workers) as other:
-        for own in placements:
-            own.release()
+    with put(client, workers) as second:
+        for placement in placements:
+            placement.release()
 
         poll_for(lambda: len(part_keys(client)) == PARTS, timeout=20)
-        assert all_labels(client, other) == list(range(100))
+        assert all_labels(client, second) == list(range(100))
 
 
 class FailingAtTheSecond:
@@ -128,9 +128,12 @@ def test_a_part_of_arrays_is_tasks_of_which_none_is_run(client, workers):
     x, y = blocks()
     lazy = x.map_blocks(broken, meta=X)
 
-    with put(client, workers, x, y) as placement, put(client, workers, lazy, y) as own:
+    with (
+        put(client, workers, x, y) as placement,
+        put(client, workers, lazy, y) as lazy_placement,
+    ):
         assert all_labels(client, placement) == list(range(100))
-        assert sorted(holders(client, own)) == sorted([*workers, *workers])
+        assert sorted(holders(client, lazy_placement)) == sorted([*workers, *workers])
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["chosen", "elsewhere"])
@@ -209,9 +212,9 @@ def test_rows_are_taken_from_the_own_store_or_from_anothers(client, workers, fet
 def test_a_lazy_part_is_computed_where_it_is_asked_for(client, workers, fetch):
     x = da.from_array(X, chunks=(50, 2)).map_blocks(lambda b: b + 1, meta=X)
     with put(client, workers[:1], x, da.from_array(Y, chunks=50)) as supply:
-        (own, labels), _ = fetch(workers[1], supply.keys[1]).result(30)
+        (rows, labels), _ = fetch(workers[1], supply.keys[1]).result(30)
 
-        np.testing.assert_array_equal(own, X[50:] + 1)
+        np.testing.assert_array_equal(rows, X[50:] + 1)
         np.testing.assert_array_equal(labels, Y[50:])
 
 
@@ -221,9 +224,9 @@ def test_what_is_persisted_is_moved_to_where_the_rest_is_computed(
     x = client.persist(da.from_array(X, chunks=(50, 2)), workers=[workers[0]])
     until_there(client, x)
     with put(client, workers[:1], x * 2, da.from_array(Y, chunks=50)) as supply:
-        (own, _), _ = fetch(workers[1], supply.keys[1]).result(30)
+        (rows, _), _ = fetch(workers[1], supply.keys[1]).result(30)
 
-        np.testing.assert_array_equal(own, X[50:] * 2)
+        np.testing.assert_array_equal(rows, X[50:] * 2)
 
 
 def test_what_is_computed_meanwhile_is_awaited(client, workers, fetch):

@@ -21,9 +21,9 @@ X, Y = rows()
 class TestSharing:
     def test_several_replicas_on_each_worker(self, client, tmp_path):
         notes = Notes(tmp_path)
-        own = trainer(client, master=kept(replicas_per_worker=2), callbacks=[notes])
+        fitted = trainer(client, master=kept(replicas_per_worker=2), callbacks=[notes])
 
-        history = own.fit(X, Y, epochs=6, batch_size=8)
+        history = fitted.fit(X, Y, epochs=6, batch_size=8)
 
         lines = notes.read()
         pids = {line["replica"]: line["pid"] for line in lines}
@@ -31,7 +31,7 @@ class TestSharing:
         assert len(set(pids.values())) == 2
         assert pids[0] == pids[2] != pids[1] == pids[3]
         assert history.column("replicas") == [4] * 6
-        assert own.evaluate(X, Y)["accuracy"] > 0.85
+        assert fitted.evaluate(X, Y)["accuracy"] > 0.85
 
     def test_a_replica_without_a_lease_waits_for_the_others(self, client):
         x, y = da.from_array(X, chunks=(480, 20)), da.from_array(Y, chunks=480)
@@ -54,11 +54,11 @@ class Routings(Callback):
 
 
 def test_many_replicas_on_few_workers_use_the_relay(client, tmp_path):
-    own = trainer(
+    fitted = trainer(
         client, master=kept(replicas_per_worker=5), callbacks=[Routings(tmp_path)]
     )
 
-    history = own.fit(X, Y, batch_size=8)
+    history = fitted.fit(X, Y, batch_size=8)
 
     assert history.column("replicas") == [10]
     told = {path.name: path.read_text() for path in tmp_path.iterdir()}
@@ -81,9 +81,9 @@ class Counted(nn.Module):
 
 def fitted(client, size, changes):
     model = functools.partial(Counted, size, changes)
-    own = trainer(client, model=model, master=GradientSharing())
-    own.fit(X[:64], Y[:64], epochs=2, batch_size=16)
-    return own
+    fitted = trainer(client, model=model, master=GradientSharing())
+    fitted.fit(X[:64], Y[:64], epochs=2, batch_size=16)
+    return fitted
 
 
 def test_averaged_arrays_count_as_sent_and_received_and_cause_one_warning(

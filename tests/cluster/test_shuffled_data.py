@@ -58,7 +58,9 @@ def test_other_passes_meet_the_labels_of_each_row_and_nothing_stays(client, tmp_
 
 
 def test_lazy_outputs_and_scores_have_the_keys_of_their_rows(forgetful, tmp_path):
-    table = FRAMES["shuffled"](tmp_path).map_partitions(lambda own: own.set_index("id"))
+    table = FRAMES["shuffled"](tmp_path).map_partitions(
+        lambda table: table.set_index("id")
+    )
     keyed = FRAMES["merged"](tmp_path)
 
     outputs = trainer(forgetful).predict(table[["a"]])

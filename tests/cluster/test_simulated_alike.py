@@ -73,7 +73,7 @@ def test_a_frozen_worker_changes_nothing_in_lockstep(client, master):
     setup = Setup(workers=2, master=master, epochs=3, lengths=(24, 40, 32), seed=5)
     pid = client.run(os.getpid)[max(client.nthreads())]
 
-    own = Trainer(
+    fitted = Trainer(
         Weights(),
         loss=mean_output,
         optimizer=sgd,
@@ -82,8 +82,8 @@ def test_a_frozen_worker_changes_nothing_in_lockstep(client, master):
         seed=setup.seed,
         callbacks=[Freeze(pid)],
     )
-    own.fit(Parts(setup.lengths, setup.seed), epochs=3, batch_size=setup.batch_size)
+    fitted.fit(Parts(setup.lengths, setup.seed), epochs=3, batch_size=setup.batch_size)
 
-    weight = own.model_.weight.detach().numpy()
+    weight = fitted.model_.weight.detach().numpy()
     np.testing.assert_array_equal(weight, simulated(setup))
     assert not np.array_equal(weight, Weights().weight.detach().numpy())

@@ -107,14 +107,14 @@ def junk_for(name, value):
             yield junk
     yield from NOTHING_HERE.get(name, ())
     if isinstance(value, dict):
-        for key, one in value.items():
-            parts = junk_for(f"{name} {key}", one)
+        for key, inner in value.items():
+            parts = junk_for(f"{name} {key}", inner)
             yield from ({**value, key: junk} for junk in parts)
             yield {k: v for k, v in value.items() if k != key}
         yield {**value, "colour": "red"}
     elif isinstance(value, list | tuple):
-        for i, one in enumerate(value[:2]):
-            parts = junk_for("", one)
+        for i, inner in enumerate(value[:2]):
+            parts = junk_for("", inner)
             yield from ([*value[:i], junk, *value[i + 1 :]] for junk in parts)
 
 
@@ -140,10 +140,10 @@ def fields_of(operation, handler, values):
         taken |= dict.fromkeys(["run", "secret"])
     if of_run and operation in OF_REPLICAS:
         taken["token"] = None
-    own = {name: values[name] for name in taken}
+    fields = {name: values[name] for name in taken}
     return (
-        {name: value for name, value in own.items() if name not in optional},
-        {name: value for name, value in own.items() if name in optional},
+        {name: value for name, value in fields.items() if name not in optional},
+        {name: value for name, value in fields.items() if name in optional},
     )
 
 
@@ -254,10 +254,10 @@ class Attack:
         answer = await comm.read()
         assert isinstance(answer, dict), f"{answer!r} to {message!s:.500}"
         # What is sent for several replicas of a worker is answered by each.
-        said = [one["status"] for one in (answer, *answer.get("answers", ()))]
-        self.refused += said.count("refused")
-        self.unknown += said.count("unknown")
-        assert "refused" in said or said[0] in INSTEAD.get(wrong, ()), (
+        statuses = [reply["status"] for reply in (answer, *answer.get("answers", ()))]
+        self.refused += statuses.count("refused")
+        self.unknown += statuses.count("unknown")
+        assert "refused" in statuses or statuses[0] in INSTEAD.get(wrong, ()), (
             f"{answer} to {message!s:.500}"
         )
         assert len(answer.get("reason", "")) < 1000
@@ -265,9 +265,9 @@ class Attack:
 
 def fitted(client, loss):
     """A lockstep fit, whose result depends on every update and their order."""
-    own = trainer(client, master=kept(max_staleness=0), loss=loss, seed=7)
-    history = own.fit(X, Y, epochs=2, batch_size=16)
-    return parameters_of(own.model_), history
+    fitted = trainer(client, master=kept(max_staleness=0), loss=loss, seed=7)
+    history = fitted.fit(X, Y, epochs=2, batch_size=16)
+    return parameters_of(fitted.model_), history
 
 
 def test_a_run_is_not_changed_by_malformed_requests(open_client, logged):

@@ -36,17 +36,17 @@ def secured(secured_client):
 
 @pytest.mark.parametrize("routing", ["plain", "mesh"])
 def test_a_secured_cluster_trains_evaluates_and_predicts(secured, routing):
-    own = trainer(secured, master=kept(routing=routing))
+    fitted = trainer(secured, master=kept(routing=routing))
 
-    history = own.fit(X, Y, epochs=5, batch_size=8, validation=(X[:64], Y[:64]))
+    history = fitted.fit(X, Y, epochs=5, batch_size=8, validation=(X[:64], Y[:64]))
 
     assert all(worker.startswith("tls://") for worker in secured.nthreads())
     assert history.column("replicas") == [2] * 5
     assert history.column("refused_messages") == [0] * 5
     assert min(history.column("received_bytes")) > 0
-    score = own.evaluate(X, Y)
+    score = fitted.evaluate(X, Y)
     assert score["accuracy"] > 0.9
-    guesses = np.asarray(own.predict(X)).argmax(axis=1)
+    guesses = np.asarray(fitted.predict(X)).argmax(axis=1)
     assert (guesses == Y).mean() == pytest.approx(score["accuracy"], abs=1e-12)
 
 
@@ -112,8 +112,8 @@ def test_a_client_with_the_certificate_can_connect(secured):
     """What the strangers try works, so it is the certificate that keeps them out."""
     with Client(
         secured.scheduler.address, security=secured.security, set_as_default=False
-    ) as other:
-        assert trainer(other).fit(X[:64], Y[:64]).column("replicas") == [2]
+    ) as stranger:
+        assert trainer(stranger).fit(X[:64], Y[:64]).column("replicas") == [2]
 
 
 def state(client):

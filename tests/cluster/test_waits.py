@@ -75,13 +75,13 @@ class TestNoSilentWaits:
                 os.kill(pids[worker], signal.SIGSTOP)
 
         master = GradientSharing(min_replicas=2, rejoin_timeout=1.0)
-        own = trainer(client, master=master, callbacks=[Freeze()])
+        failing = trainer(client, master=master, callbacks=[Freeze()])
         try:
             with (
                 dask.config.set(soon(silence="3s")),
                 pytest.raises(daskdl.WaitTimeoutError) as caught,
             ):
-                own.fit(X, Y, epochs=500)
+                failing.fit(X, Y, epochs=500)
         finally:
             os.kill(pids[worker], signal.SIGCONT)
         message = str(caught.value)
@@ -97,13 +97,13 @@ class TestNoSilentWaits:
             def on_epoch_end(self, row):
                 client.run_on_scheduler(deafen)
 
-        own = trainer(client, callbacks=[Deafen()])
+        failing = trainer(client, callbacks=[Deafen()])
         try:
             with (
                 dask.config.set(soon(request="1s")),
                 pytest.raises(daskdl.WaitTimeoutError) as caught,
             ):
-                own.fit(X, Y, epochs=10_000)
+                failing.fit(X, Y, epochs=10_000)
         finally:
             client.run_on_scheduler(hear_again)
         assert re.fullmatch(
@@ -114,13 +114,13 @@ class TestNoSilentWaits:
         )
 
     def test_ctrl_c_ends_a_run_and_leaves_the_cluster_clean(self, client, ctrl_c):
-        own = trainer(client, callbacks=[Interrupt()])
+        fitted = trainer(client, callbacks=[Interrupt()])
 
         with pytest.raises(KeyboardInterrupt):
-            own.fit(X, Y, epochs=10_000)
+            fitted.fit(X, Y, epochs=10_000)
 
         assert still_left_behind(client) == {}
-        assert len(own.history_) >= 1
-        assert own.model_ is not None
-        own.callbacks = []
-        assert len(own.fit(X, Y)) == 1
+        assert len(fitted.history_) >= 1
+        assert fitted.model_ is not None
+        fitted.callbacks = []
+        assert len(fitted.fit(X, Y)) == 1

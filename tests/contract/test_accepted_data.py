@@ -153,9 +153,9 @@ FORMS = {
 def test_each_form_gives_its_rows_in_order(name):
     x, y, options = FORMS[name]
 
-    _, found, labels = rows(x, y, **options)
+    _, inputs, labels = rows(x, y, **options)
 
-    np.testing.assert_array_equal(found, X)
+    np.testing.assert_array_equal(inputs, X)
     np.testing.assert_array_equal(labels, Y)
 
 
@@ -188,22 +188,22 @@ def test_labels_that_are_text_become_classes_in_sorted_order(y):
 
 
 def test_later_data_have_the_classes_of_the_first_fit():
-    own = trainer()
-    own.fit(X, NAMES, validation=(X[:1], ["dog"]))  # a part of the classes
-    assert own.classes_ == ("cat", "dog")
+    fitted = trainer()
+    fitted.fit(X, NAMES, validation=(X[:1], ["dog"]))  # a part of the classes
+    assert fitted.classes_ == ("cat", "dog")
     weights = torch.zeros(2, 2), torch.tensor([0.0, 9.0])  # each row is a dog
-    own.model_.load_state_dict(dict(zip(("weight", "bias"), weights, strict=True)))
+    fitted.model_.load_state_dict(dict(zip(("weight", "bias"), weights, strict=True)))
 
-    assert own.evaluate(X[:2], ["dog", "dog"])["accuracy"] == 1
+    assert fitted.evaluate(X[:2], ["dog", "dog"])["accuracy"] == 1
     table = TABLE.assign(price=NAMES)
     with pytest.warns(UserWarning, match="matched by position"):
-        assert own.evaluate(table, label="price")["accuracy"] == 0.5
-    assert len(own.score_examples(X[:1], ["dog"])) == 1
-    own.fit(X[:1], ["dog"])
-    assert own.classes_ == ("cat", "dog")
+        assert fitted.evaluate(table, label="price")["accuracy"] == 0.5
+    assert len(fitted.score_examples(X[:1], ["dog"])) == 1
+    fitted.fit(X[:1], ["dog"])
+    assert fitted.classes_ == ("cat", "dog")
     with pytest.raises(daskdl.DataError, match="none of the classes, 'cat', 'dog': "
                        "'fox'"):  # fmt: skip
-        own.evaluate(X[:1], ["fox"])
+        fitted.evaluate(X[:1], ["fox"])
 
 
 def test_a_loader_says_how_batches_are_made():
@@ -235,14 +235,14 @@ def test_a_loader_says_which_items_in_which_order(options, items, shuffle):
 
 
 def test_a_loader_is_scored_in_the_order_of_its_dataset():
-    own = trainer()
-    own.fit(loader(shuffle=True), validation=loader(collate_fn=shifted))
+    fitted = trainer()
+    fitted.fit(loader(shuffle=True), validation=loader(collate_fn=shifted))
     mixed = loader(shuffle=True)
 
-    np.testing.assert_array_equal(own.predict(mixed), own.predict(X))
-    assert own.evaluate(mixed) == pytest.approx(own.evaluate(X, Y), rel=1e-6)
-    assert own.history_[-1]["val_loss"] == pytest.approx(
-        own.evaluate(X + 1, Y)["loss"], rel=1e-6
+    np.testing.assert_array_equal(fitted.predict(mixed), fitted.predict(X))
+    assert fitted.evaluate(mixed) == pytest.approx(fitted.evaluate(X, Y), rel=1e-6)
+    assert fitted.history_[-1]["val_loss"] == pytest.approx(
+        fitted.evaluate(X + 1, Y)["loss"], rel=1e-6
     )
 
 
@@ -283,12 +283,12 @@ def test_a_subclass_with_its_own_iteration_is_refused():
     ids=lambda options: next(iter(options)),
 )
 def test_an_argument_that_contradicts_the_loader_is_refused(options):
-    own = loader(collate_fn=shifted)
+    batches = loader(collate_fn=shifted)
     (name,) = options
 
     with pytest.raises(daskdl.OptionError, match=f"^{name}=.* contradicts the Data"):
-        trainer().fit(own, **options)
-    trainer().fit(own, batch_size=4, shuffle=False, drop_last=False)
+        trainer().fit(batches, **options)
+    trainer().fit(batches, batch_size=4, shuffle=False, drop_last=False)
     with pytest.raises(
         daskdl.OptionError, match=r"row is scored, but .* drops the last"
     ):
@@ -364,15 +364,15 @@ INDEX = pd.Index([f"row {i}" for i in range(ROWS)], name="key")
 
 
 def test_predictions_keep_the_index_of_a_table():
-    own = trainer()
-    own.fit(TABLE, validation=TABLE, label="price")
+    fitted = trainer()
+    fitted.fit(TABLE, validation=TABLE, label="price")
     table = TABLE.set_index(INDEX)
 
     named = trainer()
     named.fit(table.assign(price=NAMES), label="price")
-    scores = own.predict(table, label="price")
-    last = own.predict(table[["a", "b"]], postprocess=lambda outputs: outputs[:, 1])
-    both = own.predict(
+    scores = fitted.predict(table, label="price")
+    last = fitted.predict(table[["a", "b"]], postprocess=lambda outputs: outputs[:, 1])
+    both = fitted.predict(
         table[["a", "b"]], postprocess=lambda out: {"p": out[:, 0], "q": out[:, 1]}
     )
 
@@ -381,22 +381,22 @@ def test_predictions_keep_the_index_of_a_table():
     for arguments in (scores, last, both):
         pd.testing.assert_index_equal(arguments.index, INDEX)
     with pytest.warns(UserWarning, match="matched by position"):
-        np.testing.assert_array_equal(scores, own.predict(X))
+        np.testing.assert_array_equal(scores, fitted.predict(X))
     np.testing.assert_array_equal(scores[1], last)
     assert list(both) == ["p", "q"]
     assert list(named.predict(table[["a", "b"]])) == ["cat", "dog"]
     with pytest.raises(daskdl.ModelError, match=r"use X.to_numpy\(\), or pass a post"):
-        own.predict(table, label="price", postprocess=lambda out: out[:, None, None])
+        fitted.predict(table, label="price", postprocess=lambda out: out[:, None, None])
 
 
 @pytest.mark.parametrize("form", ["table", "list of pairs", "loader", "dict of lists"])
 def test_a_fraction_of_each_form_is_left_for_validation(form):
     x, y, options = FORMS[form]
 
-    own = trainer()
+    fitted = trainer()
     if form == "dict of lists":
         x, y = list(X), NAMES.tolist()
-    history = own.fit(x, y, validation=0.25, **options)
+    history = fitted.fit(x, y, validation=0.25, **options)
 
     assert history.column("examples") == [6]
     assert "val_loss" in history[0]
@@ -411,10 +411,10 @@ def test_a_fraction_of_each_form_is_left_for_validation(form):
 def test_classes_are_numbered_before_the_rows_are_split():
     names = [f"class {i}" for i in range(ROWS)]  # each is in one of the parts alone
 
-    own = trainer(outputs=ROWS)
-    own.fit(X, names, validation=0.5)
+    fitted = trainer(outputs=ROWS)
+    fitted.fit(X, names, validation=0.5)
 
-    assert list(own.classes_) == names
+    assert list(fitted.classes_) == names
 
 
 def test_a_single_delayed_object_gives_one():
@@ -433,6 +433,6 @@ def test_other_passes_take_the_same_forms():
 
 
 def trainer_of_bags():
-    own = trainer()
-    own.fit(bag(X), bag(Y))
-    return own
+    fitted = trainer()
+    fitted.fit(bag(X), bag(Y))
+    return fitted

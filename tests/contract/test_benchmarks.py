@@ -30,7 +30,7 @@ def question(rows):
         lambda asked: rows,
         COLUMNS,
         {"--size": 1},
-        lambda made: bars(made, "ratio", "case", "density"),
+        lambda rows: bars(rows, "ratio", "case", "density"),
     )
 
 
@@ -48,7 +48,7 @@ def test_each_tool_and_each_contestant_has_a_module():
     names = [contestant.script for contestant in CONTESTANTS.values()]
     modules = [*command.TOOLS, *(f"peers.{name}" for name in names)]
 
-    assert all(importlib.util.find_spec(f"benchmarks.{own}") for own in modules)
+    assert all(importlib.util.find_spec(f"benchmarks.{module}") for module in modules)
 
 
 @pytest.mark.parametrize("name", [*command.QUESTIONS, *command.TOOLS])
@@ -64,15 +64,17 @@ def test_the_help_of_each_name_shows_how_to_run_it(name, monkeypatch, capsys):
 
 
 def test_a_question_prints_a_table_and_writes_json(tmp_path, capsys):
-    made = question(ROWS).main(["--size", "3", "--results", str(tmp_path)])
+    results = question(ROWS).main(["--size", "3", "--results", str(tmp_path)])
 
     assert "1.25" in capsys.readouterr().out
-    assert made.command == f"python -m benchmarks encode --size 3 --results {tmp_path}"
+    assert (
+        results.command == f"python -m benchmarks encode --size 3 --results {tmp_path}"
+    )
     (path,) = tmp_path.iterdir()
-    assert load(path) == made
+    assert load(path) == results
     assert json.loads(path.read_text())["commit"]
-    assert {"processor", "cores", "memory_gib", "system"} <= set(made.hardware)
-    assert {"python", "torch", "distributed", "numpy"} <= set(made.versions)
+    assert {"processor", "cores", "memory_gib", "system"} <= set(results.hardware)
+    assert {"python", "torch", "distributed", "numpy"} <= set(results.versions)
 
 
 def test_rows_are_kept_when_a_question_is_interrupted(tmp_path):
@@ -129,27 +131,27 @@ def test_a_comparison_shows_the_ratio_of_ratios(tmp_path, capsys):
 def test_a_contestant_has_a_time_only_if_all_seeds_reached_the_target():
     reached, not_reached = {"reached_s": 2.0}, {"reached_s": None}
 
-    made = time_to_accuracy.row(
+    row = time_to_accuracy.row(
         "daskdl",
         [reached, {"reached_s": 4.0}],
         [{"reached_s": 6.0}] * 2,
         [reached, not_reached],
     )
 
-    assert (made["reached_s"], made["to_single"]) == (3.0, 2.0)
-    assert math.isnan(made["to_ddp"])
-    assert made["reached"] == "2 of 2"
+    assert (row["reached_s"], row["to_single"]) == (3.0, 2.0)
+    assert math.isnan(row["to_ddp"])
+    assert row["reached"] == "2 of 2"
 
 
 def test_ratios_are_within_a_round_and_failed_rounds_are_left_out():
-    own = [{"samples_per_s": 10.0}, {"error": "it broke"}, {"samples_per_s": 90.0}]
+    rounds = [{"samples_per_s": 10.0}, {"error": "it broke"}, {"samples_per_s": 90.0}]
     base = [{"samples_per_s": speed} for speed in (10.0, 50.0, 100.0)]
 
-    made = contest.row(CONTESTANTS["ddp"], "1gbit", own, base)
+    row = contest.row(CONTESTANTS["ddp"], "1gbit", rounds, base)
 
-    assert made["ratio"] == pytest.approx(0.95)
-    assert (made["ratio_lowest"], made["ratio_highest"]) == (0.9, 1.0)
-    assert (made["samples_per_s"], made["error"]) == (50.0, "it broke")
+    assert row["ratio"] == pytest.approx(0.95)
+    assert (row["ratio_lowest"], row["ratio_highest"]) == (0.9, 1.0)
+    assert (row["samples_per_s"], row["error"]) == (50.0, "it broke")
 
 
 class Board:
@@ -163,11 +165,11 @@ class Board:
 
 
 @pytest.mark.parametrize(
-    ("least", "step_s", "made", "counted"),
+    ("least", "step_s", "steps_made", "counted"),
     [(Least(), 0.5, 14, 10), (Least(warm_up=3, counted=2), 60.0, 5, 2)],
     ids=["seconds", "steps"],
 )
-def test_steps_of_the_warm_up_are_not_counted(least, step_s, made, counted):
+def test_steps_of_the_warm_up_are_not_counted(least, step_s, steps_made, counted):
     now = 100.0
     arguments = Arguments(warm_up=2.0, seconds=5.0)
     gauge = Gauge(arguments, Board(), None, None, least, lambda: now)
@@ -178,7 +180,7 @@ def test_steps_of_the_warm_up_are_not_counted(least, step_s, made, counted):
         now += step_s
         steps += 1
 
-    assert steps == made
+    assert steps == steps_made
     assert gauge.report.steps == counted
     assert gauge.report.rows == 64 * counted
     assert gauge.report.seconds == step_s * counted

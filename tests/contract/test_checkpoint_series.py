@@ -24,11 +24,11 @@ from daskdl.training.state import UNSHARED
 from tests.support.problems import rows, trainer
 
 
-def write_part(part, stamp, said, state):
-    part.write(part.copied(stamp, said, state))
+def write_part(part, stamp, header, state):
+    part.write(part.copied(stamp, header, state))
 
 
-def put(series, number, members=(0, 1), origin="fit", run="run", **said):
+def put(series, number, members=(0, 1), origin="fit", run="run", **header):
     """Write a whole checkpoint.
 
     Args:
@@ -37,8 +37,8 @@ def put(series, number, members=(0, 1), origin="fit", run="run", **said):
     stamp, folder = CheckpointStamp(origin, run, number), series.folder(number)
     for replica in members:
         put_part(series, stamp, replica)
-    said = {"members": list(members), "count": number, "rows": [], **said}
-    write_part(Part(folder, COMMON), stamp, said, {"shared": torch.zeros(2)})
+    header = {"members": list(members), "count": number, "rows": [], **header}
+    write_part(Part(folder, COMMON), stamp, header, {"shared": torch.zeros(2)})
     return stamp
 
 
@@ -323,9 +323,9 @@ def test_invalid_options_of_a_fit_are_refused(callbacks, resume, message):
 
 def test_storage_options_are_neither_shown_nor_saved(tmp_path):
     rule = Checkpoint(tmp_path / "own", storage_options={"auto_mkdir": True})
-    own = trainer(False, callbacks=[rule])
-    own.fit(*rows())
-    own.save(tmp_path / "save")
+    fitted = trainer(False, callbacks=[rule])
+    fitted.fit(*rows())
+    fitted.save(tmp_path / "save")
 
     texts = [path.read_text() for path in tmp_path.rglob("*.json")]
 

@@ -62,9 +62,9 @@ def met(*written, gone=(), taken=0):
     return BarrierResult(notes, dict.fromkeys(gone, 0))
 
 
-def having(**own):
+def having(**fields):
     """Returns a state of a replica."""
-    return lambda: ReplicaState({}, {"shared": torch.zeros(2)}, own)
+    return lambda: ReplicaState({}, {"shared": torch.zeros(2)}, fields)
 
 
 class Gate:
@@ -86,9 +86,9 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch):
-    own = Gate(monkeypatch)
-    yield own
-    own.open.set()
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
     for thread in threading.enumerate():
         if thread.name.startswith("daskdl-checkpoint"):
             thread.join(BOUND_S)
@@ -133,9 +133,9 @@ class TestParts:
         gathered = met(-1, -1)
         gathered.payloads[1]["checkpoint"]["rows"] = 3  # replica 0 joined later
 
-        for own in (writer(series, 0), writer(series, 1, epochs=range(3))):
-            own.take(gathered, having())
-            own.finish()
+        for member in (writer(series, 0), writer(series, 1, epochs=range(3))):
+            member.take(gathered, having())
+            member.finish()
 
         header = complete_at(series.folder(1)).header
         assert [row["epoch"] for row in header["rows"]] == [0, 1, 2]
@@ -176,41 +176,41 @@ def test_arrays_are_copied_as_tensors(series):
 class TestWaiting:
     def test_training_does_not_wait_for_the_writer(self, series, gate):
         channel = Waiting()
-        own = writer(series, channel=channel)
+        member = writer(series, channel=channel)
 
-        own.take(met(-1), having())
+        member.take(met(-1), having())
 
         assert gate.reached.acquire(timeout=BOUND_S)
-        assert own.counters()["written"] == -1
+        assert member.counters()["written"] == -1
         assert not channel.waits.is_set()
 
     def test_at_most_one_copy_is_pending(self, series, gate):
-        channel, made = Waiting(), []
-        own = writer(series, channel=channel)
+        channel, entered = Waiting(), []
+        member = writer(series, channel=channel)
 
         def make():
-            made.append(gate.entered)
+            entered.append(gate.entered)
             return having()()
 
-        own.end_epoch(0, met(-1), (), False, make)
+        member.end_epoch(0, met(-1), (), False, make)
         later = 1, met(-1, taken=1), (), False, make
-        second = threading.Thread(target=own.end_epoch, args=later)
+        second = threading.Thread(target=member.end_epoch, args=later)
         second.start()
         assert channel.waits.wait(BOUND_S)
-        assert len(made) == 1
+        assert len(entered) == 1
         gate.open.set()
         second.join(BOUND_S)
-        own.finish()
+        member.finish()
 
-        assert made == [0, 2]  # a part of its own, and the common one
+        assert entered == [0, 2]  # a part of its own, and the common one
         assert series.numbers() == [1, 2]
 
     def test_a_store_that_hangs_is_named(self, series, gate):
-        own = writer(series, channel=Waiting(patience_s=0.01))
-        own.take(met(-1), having())
+        member = writer(series, channel=Waiting(patience_s=0.01))
+        member.take(met(-1), having())
 
         with pytest.raises(WaitTimeoutError, match=r"writing to .*checkpoint-000001 t"):
-            own.finish()
+            member.finish()
 
 
 @pytest.mark.parametrize(
@@ -221,15 +221,15 @@ class TestWaiting:
 def test_only_a_folder_that_workers_do_not_share_is_an_error(
     series, met_again, missing
 ):
-    own = writer(series)
-    own.take(met(-1, -1), having())
-    own.finish()
+    member = writer(series)
+    member.take(met(-1, -1), having())
+    member.finish()
 
-    own.take(met(*met_again, taken=1), having())
+    member.take(met(*met_again, taken=1), having())
 
     if missing:
         with pytest.raises(SaveError, match="but some are missing; all workers must"):
-            own.finish()
+            member.finish()
     else:
-        own.finish()
-        assert own.counters()["written"] == 2
+        member.finish()
+        assert member.counters()["written"] == 2

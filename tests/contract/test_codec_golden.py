@@ -53,17 +53,17 @@ class TestGoldenFrame:
     def test_it_is_decoded(self, name):
         expected = UPDATES[name]
 
-        found = decode((FOLDER / f"{name}.bin").read_bytes())
+        update = decode((FOLDER / f"{name}.bin").read_bytes())
 
-        assert found._fields == expected._fields
-        for value, of_update in zip(found, expected, strict=True):
+        assert update._fields == expected._fields
+        for value, of_update in zip(update, expected, strict=True):
             np.testing.assert_array_equal(value, of_update)
 
     def test_it_is_encoded_bit_for_bit(self, name):
         golden = (FOLDER / f"{name}.bin").read_bytes()
 
-        made = frame_of(UPDATES[name]).tobytes()
+        encoded = frame_of(UPDATES[name]).tobytes()
 
-        assert body_of(made) == body_of(golden)
-        assert made[:60] == golden[:60]
-        assert golden[6] or made == golden
+        assert body_of(encoded) == body_of(golden)
+        assert encoded[:60] == golden[:60]
+        assert golden[6] or encoded == golden

@@ -135,9 +135,9 @@ def test_data_are_a_folder_or_several_files(nets, data):
     (nets / "some").mkdir()
     for i in range(2):
         (nets / "some" / f"{i}.npz").write_bytes((nets / f"{i}.npz").read_bytes())
-    given = [part for one in data for part in ("--data", one)]
+    words = [part for path in data for part in ("--data", path)]
 
-    done = call("train", "nets:linear", *given, "--save", "model")
+    done = call("train", "nets:linear", *words, "--save", "model")
 
     assert done.exit_code == 0, done.stderr
     model = torch.nn.Linear(64, 32)
@@ -147,9 +147,9 @@ def test_data_are_a_folder_or_several_files(nets, data):
 
 def test_arguments_are_json_or_text(nets):
     settings = ["rate=1e-3", "sizes=[3, 4]", "quick=true", "name=a=b", "none="]
-    given = [part for one in settings for part in ("--arg", one)]
+    words = [part for setting in settings for part in ("--arg", setting)]
 
-    done = call("train", "nets:linear", "--data", "nets:rows", *given)
+    done = call("train", "nets:linear", "--data", "nets:rows", *words)
 
     assert done.exit_code == 0
     assert sys.modules["nets"].SETTINGS == {
@@ -168,9 +168,9 @@ def test_arguments_are_json_or_text(nets):
     ids=["function", "files"],
 )
 def test_validation_data_are_read_like_data(nets, validation):
-    own = "nets:rows" if validation[1:] == () else "1.named.npz"
+    expected = "nets:rows" if validation[1:] == () else "1.named.npz"
 
-    done = call("train", "nets:linear", "--data", own, "--validation", *validation)
+    done = call("train", "nets:linear", "--data", expected, "--validation", *validation)
 
     assert done.exit_code == 0, done.stderr
     assert "val_accuracy" in done.stdout
@@ -361,11 +361,11 @@ def test_workers_are_planned(nets, monkeypatch):
     done = call("plan", "nets:linear", "--data", "[01].npz", *network)
 
     assert (done.exit_code, done.stderr) == (0, "")
-    heading, columns, one, two, *advice = done.stdout.splitlines()
+    heading, columns, first, second, *advice = done.stdout.splitlines()
     assert "2,080 parameters, 100 rows a step" in heading
     assert "1 Gbit/s, 0.5 ms one way" in heading
     assert columns.split()[:2] == ["workers", "efficiency"]
-    assert (one.split()[:2], two.split()[0]) == (["1", "1.00"], "2")
+    assert (first.split()[:2], second.split()[0]) == (["1", "1.00"], "2")
     assert advice
 
 

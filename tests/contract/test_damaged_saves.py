@@ -50,11 +50,11 @@ TENSORS = {
 }
 KINDS = pytest.mark.parametrize("kind", FOLDERS)
 EACH_TENSORS = pytest.mark.parametrize(
-    ("kind", "start"), [(kind, one) for kind in FOLDERS for one in TENSORS[kind]]
+    ("kind", "start"), [(kind, name) for kind in FOLDERS for name in TENSORS[kind]]
 )
 EACH_FILE = pytest.mark.parametrize(
     ("kind", "start"),
-    [(k, one) for k in FOLDERS for one in (*INDEXES[k], *TENSORS[k])],
+    [(k, name) for k in FOLDERS for name in (*INDEXES[k], *TENSORS[k])],
 )
 WRONG = [None, True, -1, 2**70, 1.5, 1e308, "x", "../../x", [], {}, [[]], {"x": []}]
 MASTERS = {
@@ -123,9 +123,10 @@ def saves(tmp_path_factory):
     fitted.save(folder)
     series = Series.at(url)
     [last] = [
-        one
-        for one in map(complete_at, map(series.folder, series.numbers()))
-        if one.header["epoch"] == 1 and one.header["sync_point"] is not None
+        checkpoint
+        for checkpoint in map(complete_at, map(series.folder, series.numbers()))
+        if checkpoint.header["epoch"] == 1
+        and checkpoint.header["sync_point"] is not None
     ]
     return {
         "trainer": {path.name: path.read_bytes() for path in folder.iterdir()},
@@ -237,10 +238,10 @@ def test_any_truncated_or_missing_file_is_found(place, start):
 def test_wrong_values_are_errors_or_harmless(place):
     generator = random.Random("values")
 
-    found = [place.outcome(one_wrong(place, generator)) for _ in range(CHANGES)]
+    outcomes = [place.outcome(one_wrong(place, generator)) for _ in range(CHANGES)]
 
     # Others are, say, the loss in a row of the history.
-    assert sum(isinstance(one, DaskDLError) for one in found) > CHANGES / 4
+    assert sum(isinstance(outcome, DaskDLError) for outcome in outcomes) > CHANGES / 4
 
 
 class Bomb:
@@ -270,10 +271,10 @@ def test_a_pickle_instead_of_tensors_is_refused_and_not_executed(
     [entry] = [entry for entry in index["files"] if entry["name"] == old]
     entry |= {"name": new, "nbytes": len(bomb), "sha256": digest}
 
-    found = place.outcome({old: None, new: bomb, name: sealed(index)})
+    outcome = place.outcome({old: None, new: bomb, name: sealed(index)})
 
-    assert isinstance(found, SaveError)
-    assert "not a safetensors file" in str(found)
+    assert isinstance(outcome, SaveError)
+    assert "not a safetensors file" in str(outcome)
     assert not marker.exists()
 
 
@@ -313,12 +314,12 @@ def test_code_named_in_a_file_is_not_imported_or_called(
     )
     monkeypatch.syspath_prepend(place.around)  # where "save" is a package
 
-    found = place.outcome(
+    outcome = place.outcome(
         {"payload.py": payload.encode(), "trainer.json": sealed(index)}
     )
 
-    assert type(found) is error
-    assert error is SaveError or "trusted=[" in str(found)
+    assert type(outcome) is error
+    assert error is SaveError or "trusted=[" in str(outcome)
     assert not marker.exists()
 
 
@@ -410,10 +411,10 @@ def test_a_wrong_field_of_the_state_is_named(kept, tmp_path, part, sample):
             how(at(state, path[:-1]), path[-1])
 
         rewritten(store, tmp_path, part, change)
-        found = outcome(kind, tmp_path)
-        assert isinstance(found, SaveError), (how, path, found)
-        assert f"{part}.json" in str(found), (how, path)
-        assert str(path[0]) in str(found), (how, path)
+        error = outcome(kind, tmp_path)
+        assert isinstance(error, SaveError), (how, path, error)
+        assert f"{part}.json" in str(error), (how, path)
+        assert str(path[0]) in str(error), (how, path)
 
 
 @pytest.fixture(scope="module")
@@ -439,9 +440,9 @@ FIELDS += ["kind", "fingerprint", "count", "members"]
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("how", [removed, retyped])
 def test_a_wrong_field_of_the_header_is_an_error(kept, tmp_path, field, how):
-    found = resumed_with(kept, tmp_path, lambda said: how(said, field))
+    outcome = resumed_with(kept, tmp_path, lambda header: how(header, field))
 
-    assert isinstance(found, SaveError | OptionError), found
+    assert isinstance(outcome, SaveError | OptionError), outcome
 
 
 BEST = [-1, float("nan"), -1, float("nan")]
@@ -470,10 +471,10 @@ BEST = [-1, float("nan"), -1, float("nan")]
     ids=repr,
 )
 def test_invalid_values_in_the_header_are_damage(kept, tmp_path, field, value):
-    found = resumed_with(kept, tmp_path, lambda said: said.update({field: value}))
+    outcome = resumed_with(kept, tmp_path, lambda header: header.update({field: value}))
 
-    assert isinstance(found, SaveError)
-    assert "is damaged" in str(found)
+    assert isinstance(outcome, SaveError)
+    assert "is damaged" in str(outcome)
 
 
 @pytest.mark.parametrize(
@@ -490,21 +491,21 @@ def test_invalid_values_in_the_header_are_damage(kept, tmp_path, field, value):
     ids=repr,
 )
 def test_invalid_remaining_rows_are_damage(in_an_epoch, tmp_path, remaining):
-    def change(said):
-        order, _, departed = said["sync_point"]
-        said["sync_point"] = [order, remaining, departed]
+    def change(header):
+        order, _, departed = header["sync_point"]
+        header["sync_point"] = [order, remaining, departed]
 
-    found = resumed_with(in_an_epoch, tmp_path, change)
+    outcome = resumed_with(in_an_epoch, tmp_path, change)
 
-    assert isinstance(found, SaveError), found
-    assert "is damaged" in str(found)
+    assert isinstance(outcome, SaveError), outcome
+    assert "is damaged" in str(outcome)
 
 
 def test_remaining_rows_of_other_data_are_refused(in_an_epoch, tmp_path):
-    def change(said):
-        said["sync_point"][0] += 1
+    def change(header):
+        header["sync_point"][0] += 1
 
-    found = resumed_with(in_an_epoch, tmp_path, change)
+    outcome = resumed_with(in_an_epoch, tmp_path, change)
 
-    assert isinstance(found, OptionError)
-    assert "the data, their partitioning, seed or shuffle have changed" in str(found)
+    assert isinstance(outcome, OptionError)
+    assert "the data, their partitioning, seed or shuffle have changed" in str(outcome)

@@ -86,8 +86,8 @@ class TestNumbers:
             "Bytes sent per second",
             "Fraction of the time waited",
         )
-        found = [line_of(run, title, "replica 0") for title in rates]
-        assert found == [([9.0], [40.0]), ([9.0], [200.0]), ([9.0], [0.5])]
+        lines = [line_of(run, title, "replica 0") for title in rates]
+        assert lines == [([9.0], [40.0]), ([9.0], [200.0]), ([9.0], [0.5])]
         assert run.last(0)["examples_per_s"] == 40.0
         assert "fetch 0.5 s" in replica_table(run)
 

@@ -62,7 +62,7 @@ def loaded(source):
 def persisted(*blocks):
     """A dask.array whose blocks are on a cluster, and their futures."""
     held = [future_of(block, ("held", i, 0)) for i, block in enumerate(blocks)]
-    graph = HighLevelGraph.from_collections("held", {one.key: one for one in held})
+    graph = HighLevelGraph.from_collections("held", {node.key: node for node in held})
     chunks = (tuple(map(len, blocks)), (blocks[0].shape[1],))
     return da.Array(graph, "held", chunks, meta=blocks[0][:0]), held
 
@@ -166,7 +166,7 @@ class TestArraysAndDataframes:
                               False)  # fmt: skip
 
         assert source.classes == ("ant", "bee", "cat")
-        numbers = [one for part in loaded(source)[1] for one in part]
+        numbers = [number for part in loaded(source)[1] for number in part]
         assert numbers == NAMES.cat.codes.tolist()
         assert np.flatnonzero(np.isnan(gaps.load(0)[1])).tolist() == [5]
         assert gaps.first_rows[1].dtype == source.first_rows[1].dtype
@@ -204,7 +204,7 @@ class TestTasks:
 
         assert alone.needs(1) == further.needs(1) == (held[1].key,)
         assert held[1].key not in {**alone.content(1).graph, **further.content(1).graph}
-        assert [one.asked for one in held] == [0, 0]
+        assert [node.asked for node in held] == [0, 0]
         assert loaded(further)[0] == [(X[:2] * 10).tolist(), (X[2:] * 10).tolist()]
         x, _ = further.content(1).rows({held[1].key: -X[2:]})
         assert x.tolist() == (X[2:] * -10).tolist()
@@ -214,8 +214,8 @@ class TestTasks:
         [
             lambda held: held,
             lambda held: dask.delayed(np.negative)(dask.delayed(np.negative)(held)),
-            lambda held: dask.delayed(lambda own: own["a"][0])({"a": [held, 1]}),
-            lambda held: dask.delayed(lambda *, own: own[0])(own=[held]),
+            lambda held: dask.delayed(lambda values: values["a"][0])({"a": [held, 1]}),
+            lambda held: dask.delayed(lambda *, values: values[0])(values=[held]),
         ],
         ids=["alone", "argument", "nested", "keyword"],
     )
@@ -236,12 +236,12 @@ class TestTasks:
         "value", ["b", ("b", 0), {"b": "b"}, (len, "abc"), None], ids=repr
     )
     def test_a_result_that_looks_like_a_key_or_a_task_is_not_touched(self, value):
-        graph = source_of([dask.delayed(lambda own: own)(future_of(1, "held"))])
+        graph = source_of([dask.delayed(lambda value: value)(future_of(1, "held"))])
         (member,) = graph.content(0).members
         graph = graph.content(0)
-        own = member._replace(finish=lambda values: (values[0], None))
+        changed = member._replace(finish=lambda values: (values[0], None))
 
-        x, _ = graph.__class__("part", graph.graph, graph.needs, (own,)).rows(
+        x, _ = graph.__class__("part", graph.graph, graph.needs, (changed,)).rows(
             {"held": value}
         )
 
@@ -255,7 +255,7 @@ class TestTasks:
             return block
 
         rows = lazy().map_blocks(noting, dtype=X.dtype, meta=X[:0])
-        table = frame().map_partitions(lambda own: noting(own), meta=TABLE[:0])
+        table = frame().map_partitions(lambda table: noting(table), meta=TABLE[:0])
 
         source_of(rows[:, :1], rows[:, 1]).load(2)
         source_of({"a": table[["a"]], "b": lazy(rows=(8, 8, 7))}, table["b"]).load(1)
@@ -324,7 +324,7 @@ class TestBagsAndLists:
         assert y.tolist() == [1.5] * 23
 
     def test_a_partition_without_examples_has_no_rows(self):
-        examples = bag(list(zip(X, Y, strict=True)), 3).filter(lambda one: one[1])
+        examples = bag(list(zip(X, Y, strict=True)), 3).filter(lambda row: row[1])
 
         whole = infer_metadata(source_of(examples), False)
 
@@ -422,9 +422,9 @@ class TestSmallParts:
         values = {key: np.full((1, 2), i) for i, key in enumerate(graph.needs)}
         assert graph.rows(values)[0].tolist() == [[0, 0], [10, 10]]
         pieces = [graph.pieces(values), source.pieces(1)]
-        assert [[name for name, _ in own] for own in pieces] == [["part 2", "part 3"]
-                                                                   ] * 2  # fmt: skip
-        loads = [own[1][1]()[0].tolist() for own in pieces]
+        names = [[name for name, _ in loaders] for loaders in pieces]
+        assert names == [["part 2", "part 3"]] * 2
+        loads = [loaders[1][1]()[0].tolist() for loaders in pieces]
         assert loads == [[[10, 10]], [[60.0, 70.0]]]
 
     def test_that_dask_counted_are_still_checked(self):

@@ -27,14 +27,14 @@ class Ranges(tuple):
     reads = 0
 
     def __getitem__(self, at):
-        found = super().__getitem__(at)
-        Ranges.reads += len(found) if isinstance(at, slice) else 1
-        return found
+        part = super().__getitem__(at)
+        Ranges.reads += len(part) if isinstance(at, slice) else 1
+        return part
 
     def __iter__(self):
-        for one in super().__iter__():
+        for batch in super().__iter__():
             Ranges.reads += 1
-            yield one
+            yield batch
 
 
 class Leasing:
@@ -54,7 +54,7 @@ class Leasing:
         self.waits = 0
 
     def lease(self, phase, epoch, finished, *, wait, work):
-        self.returned += [one["lease"] for one in finished]
+        self.returned += [report["lease"] for report in finished]
         self.work.append(work)
         self.waits += wait
         if wait:
@@ -62,7 +62,7 @@ class Leasing:
             del self._later[:1]
         if not self._free:
             return None
-        ranges = Ranges(Range(*one) for one in self._free.pop(0))
+        ranges = Ranges(Range(*bounds) for bounds in self._free.pop(0))
         self._count += 1
         parts = {r.part for r in ranges} | {self._ahead} - {None}
         keys = {part: f"key-{part}" for part in parts}
@@ -126,8 +126,8 @@ def feed(
 ):
     bad = "skip" if skips else "raise"
     read = ReadOptions(batch_size, transform=transform, on_bad_batch=bad)
-    own = dataclasses.replace(SPEC, read=read, **spec)
-    return Feed(own, phase, epoch, channel, store, EpochTotals(), take_logs)
+    feed_spec = dataclasses.replace(SPEC, read=read, **spec)
+    return Feed(feed_spec, phase, epoch, channel, store, EpochTotals(), take_logs)
 
 
 def numbers(batches):
@@ -136,20 +136,20 @@ def numbers(batches):
 
 def rows_of(*leases, store=None, **options):
     """Return the rows of some leases, in one list."""
-    own = feed(Leasing(*leases), store or Store(), **options)
-    return [row for batch in numbers(batches_of(own)) for row in batch]
+    data_feed = feed(Leasing(*leases), store or Store(), **options)
+    return [row for batch in numbers(batches_of(data_feed)) for row in batch]
 
 
-def batches_of(own):
+def batches_of(data_feed):
     """Yield all batches of a feed."""
-    for group in own.groups(lambda: None, size=1):
+    for group in data_feed.groups(lambda: None, size=1):
         yield from group
 
 
 def test_groups_and_batches_span_leases_and_the_last_ones_may_be_smaller():
-    own = feed(Leasing([(0, 0, 3)], [(1, 0, 4)]), Store())
+    data_feed = feed(Leasing([(0, 0, 3)], [(1, 0, 4)]), Store())
 
-    groups = [numbers(group) for group in own.groups(lambda: None, size=2)]
+    groups = [numbers(group) for group in data_feed.groups(lambda: None, size=2)]
 
     assert groups == [[[0, 1], [2, 100]], [[101, 102], [103]]]
 
@@ -184,35 +184,35 @@ def test_each_batch_is_transformed_and_its_rows_are_counted_before():
         return {"half": x[:1] / 2}, y  # of other rows than before
 
     channel = Leasing([(0, 0, 4)], [(1, 0, 1)])
-    own = feed(channel, Store(), transform=halved)
+    data_feed = feed(channel, Store(), transform=halved)
 
     seen = [
         ([x["half"].tolist() for x, _ in group], list(channel.returned))
-        for group in own.groups(lambda: None, size=2)
+        for group in data_feed.groups(lambda: None, size=2)
     ]
 
     assert seen == [([[0.0], [1.0]], []), ([[50.0]], [0])]
     assert channel.returned == [0, 1]
 
 
-def train(own, size=1, logs=None):
+def train(data_feed, size=1, logs=None):
     """Step on each group, with a loss of 1 for each row; yield after each step."""
-    for group in own.groups(lambda: None, size):
-        own.totals.loss_sum += own.rows
-        own.totals.examples += own.rows
+    for group in data_feed.groups(lambda: None, size):
+        data_feed.totals.loss_sum += data_feed.rows
+        data_feed.totals.examples += data_feed.rows
         if logs is not None:
-            logs.append(own.rows)
+            logs.append(data_feed.rows)
         yield group
 
 
 def test_what_is_handed_over_is_the_work_on_finished_leases():
     channel = Leasing([(0, 0, 3)], [(1, 0, 4)], [(2, 0, 1)])
-    own = feed(channel, Store())
+    data_feed = feed(channel, Store())
 
-    for _ in train(own):
+    for _ in train(data_feed):
         pass
 
-    work = [(one["examples"], one["loss_sum"]) for one in channel.work]
+    work = [(report["examples"], report["loss_sum"]) for report in channel.work]
     # The first lease ends within the second batch, with three batches trained on.
     assert work == [(0, 0.0), (0, 0.0), (3, 3.0), (8, 8.0), (8, 8.0)]
     assert channel.returned == [0, 1, 2]
@@ -227,20 +227,20 @@ def test_rows_made_by_a_transform_count_in_proportion_to_the_rows_of_a_lease():
     for _ in train(feed(channel, Store(), transform=doubled)):
         pass
 
-    assert [one["examples"] for one in channel.work] == [0, 0, 6, 16, 16]
+    assert [report["examples"] for report in channel.work] == [0, 0, 6, 16, 16]
 
 
 def test_skipped_rows_are_handed_over_with_their_lease():
     channel = Leasing([(0, 0, 3)], [(1, 0, 3), (2, 0, 4)], [(3, 0, 1)])
-    own = feed(channel, Store(bad=[1]), skips=True)
+    data_feed = feed(channel, Store(bad=[1]), skips=True)
 
-    for _ in train(own):
+    for _ in train(data_feed):
         pass
 
     # The bad part is read before the batch in which the first lease ends.
-    work = [(one["examples"], one["skipped"]) for one in channel.work]
+    work = [(report["examples"], report["skipped"]) for report in channel.work]
     assert work == [(0, 0), (0, 0), (3, 0), (8, 3), (8, 3)]
-    assert channel.work[-1]["reason"] == own.totals.reason != ""
+    assert channel.work[-1]["reason"] == data_feed.totals.reason != ""
 
 
 def test_dropped_rows_are_handed_over_and_are_no_examples():
@@ -249,7 +249,7 @@ def test_dropped_rows_are_handed_over_and_are_no_examples():
     for _ in train(feed(channel, Store(), drop_last=True)):
         pass
 
-    work = [(one["examples"], one["dropped"]) for one in channel.work]
+    work = [(report["examples"], report["dropped"]) for report in channel.work]
     assert work == [(0, 0), (0, 0), (3, 0), (4, 1)]
 
 
@@ -261,9 +261,9 @@ def test_what_steps_log_is_handed_over_with_each_request():
         return taken
 
     channel = Leasing([(0, 0, 2)], [(1, 0, 2)])
-    own = feed(channel, Store(), take_logs=take_logs)
+    data_feed = feed(channel, Store(), take_logs=take_logs)
 
-    for _ in train(own, logs=logs):
+    for _ in train(data_feed, logs=logs):
         pass
 
     assert channel.work[-1]["logs"] == {"kl": (8.0, 4)}
@@ -271,10 +271,10 @@ def test_what_steps_log_is_handed_over_with_each_request():
 
 def test_a_stop_is_handed_over_with_what_was_trained_until_then():
     channel = Leasing([(0, 0, 8)])
-    own = feed(channel, Store())
+    data_feed = feed(channel, Store())
 
-    for _ in train(own):
-        own.totals.stop = "enough"
+    for _ in train(data_feed):
+        data_feed.totals.stop = "enough"
 
     assert (channel.work[-1]["stop"], channel.work[-1]["examples"]) == ("enough", 2)
     assert channel.returned == [0]
@@ -283,15 +283,15 @@ def test_a_stop_is_handed_over_with_what_was_trained_until_then():
 
 def test_validation_leases_are_returned_with_the_scores_alone():
     channel = Leasing([(0, 0, 2)], [(1, 0, 3)], later=[[(2, 0, 2)]])
-    own = feed(channel, Store(), phase="validation")
+    data_feed = feed(channel, Store(), phase="validation")
 
-    first = numbers(own.batches())
+    first = numbers(data_feed.batches())
     assert channel.returned == []
-    more = own.hand_over("scores of 0 and 1")
+    more = data_feed.hand_over("scores of 0 and 1")
     assert (first, more) == ([[0, 1], [100, 101], [102]], True)
     assert channel.returned == [0, 1]
-    assert numbers(own.batches()) == [[200, 201]]
-    assert not own.hand_over("scores of all")
+    assert numbers(data_feed.batches()) == [[200, 201]]
+    assert not data_feed.hand_over("scores of all")
 
     assert [work for work in channel.work if work] == [
         "scores of 0 and 1",
@@ -303,10 +303,10 @@ def test_validation_leases_are_returned_with_the_scores_alone():
 def test_an_unreadable_part_is_loaded_once_counted_and_its_lease_returned():
     store = Store(bad=[1])
     channel = Leasing([(0, 0, 2)], [(1, 0, 3)], [(2, 0, 2), (1, 3, 5)])
-    own = feed(channel, store, skips=True, prefetch=1)
+    data_feed = feed(channel, store, skips=True, prefetch=1)
 
-    assert numbers(batches_of(own)) == [[0, 1], [200, 201]]
-    assert own.totals.skipped == 5
+    assert numbers(batches_of(data_feed)) == [[0, 1], [200, 201]]
+    assert data_feed.totals.skipped == 5
     assert channel.returned == [0, 1, 2]
     assert (store.loaded.count(1), store.begun.count(1)) == (1, 1)
 
@@ -321,12 +321,12 @@ class Partial(Store):
 
 def test_rows_of_bad_files_are_counted_once_over_several_leases():
     leases = [[(1, start, start + 3)] for start in (0, 3, 6)]
-    own = feed(Leasing(*leases), Partial(bad=[1]), skips=True)
+    data_feed = feed(Leasing(*leases), Partial(bad=[1]), skips=True)
 
-    rows = [row for batch in numbers(own.batches()) for row in batch]
+    rows = [row for batch in numbers(data_feed.batches()) for row in batch]
 
     assert rows == [100, 101, 102, 103]
-    assert own.totals.skipped == 9 - 4
+    assert data_feed.totals.skipped == 9 - 4
 
 
 @pytest.mark.parametrize(
@@ -370,9 +370,9 @@ def test_the_time_per_part_does_not_grow_with_the_parts_of_a_lease():
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_part_is_freed_before_the_next_one_is_loaded(shuffle):
     store = Store(rows=8)
-    own = feed(Leasing([(p, 0, 8) for p in range(3)]), store, shuffle=shuffle)
+    data_feed = feed(Leasing([(p, 0, 8) for p in range(3)]), store, shuffle=shuffle)
 
-    for _ in batches_of(own):
+    for _ in batches_of(data_feed):
         pass
 
     assert store.alive == [0, 0, 0]
@@ -410,12 +410,12 @@ def test_rows_of_the_validation_are_neither_shuffled_nor_dropped(option):
 
 def test_leases_of_dropped_rows_are_returned():
     channel = Leasing([(0, 0, 5)])
-    own = feed(channel, Store(), batch_size=4, drop_last=True)
+    data_feed = feed(channel, Store(), batch_size=4, drop_last=True)
 
-    groups = [numbers(group) for group in own.groups(lambda: None, size=1)]
+    groups = [numbers(group) for group in data_feed.groups(lambda: None, size=1)]
 
     assert groups == [[[0, 1, 2, 3]]]
-    assert own.totals.dropped == 1
+    assert data_feed.totals.dropped == 1
     assert channel.returned == [0]
 
 
@@ -424,10 +424,10 @@ def test_the_first_reason_for_leaving_rows_out_is_kept():
         def rows(self, phase, part, key):
             raise ValueError(f"no rows in {part}")
 
-    own = feed(Leasing([(3, 0, 2)], [(5, 0, 2)]), Worse(), skips=True)
+    data_feed = feed(Leasing([(3, 0, 2)], [(5, 0, 2)]), Worse(), skips=True)
 
-    assert numbers(own.batches()) == []
-    assert "no rows in 3" in own.totals.reason
+    assert numbers(data_feed.batches()) == []
+    assert "no rows in 3" in data_feed.totals.reason
 
 
 def test_a_part_of_unknown_length_is_streamed():
@@ -459,9 +459,9 @@ PATIENCE_S = 30  # of a test that would fail otherwise
 
 @pytest.fixture
 def loader():
-    own = Loader(1, "test-loader")
-    yield own
-    own.close()
+    loader = Loader(1, "test-loader")
+    yield loader
+    loader.close()
 
 
 def threads():

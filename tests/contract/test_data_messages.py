@@ -286,13 +286,13 @@ def test_a_pattern_of_files_that_are_there_is_read():
     system.rm("/data-messages-there", recursive=True)
 
 
-@pytest.mark.parametrize("given", ["a good film", ["a good film", "a bad one"]])
-def test_text_is_told_that_it_was_taken_for_a_path(given):
-    assert told(given).endswith(
+@pytest.mark.parametrize("text", ["a good film", ["a good film", "a bad one"]])
+def test_text_is_told_that_it_was_taken_for_a_path(text):
+    assert told(text).endswith(
         "a good film: a str is the path or URL of files; convert text to "
         "numbers first, for example with a tokenizer"
     )
-    assert told(given, Y).startswith(
+    assert told(text, Y).startswith(
         "y must be None for paths or URLs of files, which include their labels; "
         "pass validation data as validation=..., the name of labels as label=...; "
         "convert text to numbers first"

@@ -88,15 +88,15 @@ class TestALoss:
         ids=["classes", "ignored", "function", "shares", "values", "own", "step", "no"],
     )
     def test_decides_which_labels_are_accepted(self, loss, y, expected):
-        found = run(loss, y)
+        outcome = run(loss, y)
 
-        assert found.labels == expected
-        assert found.classes == expected.classes
+        assert outcome.labels == expected
+        assert outcome.classes == expected.classes
 
     def test_labels_that_a_transform_makes_are_not_checked(self):
-        found = run(y=CLASSES + 7, transform=lambda batch: (batch[0], batch[1] * 0))
+        outcome = run(y=CLASSES + 7, transform=lambda batch: (batch[0], batch[1] * 0))
 
-        assert (found.classes, found.labels) == (3, None)
+        assert (outcome.classes, outcome.labels) == (3, None)
 
     def test_of_trees_gets_them(self):
         def loss(output, y):
@@ -185,9 +185,9 @@ class TestALoss:
         ids=["classes", "shares", "numbers", "step", "transform"],
     )
     def test_there_is_an_accuracy_for_class_indices(self, loss, y, transform, expected):
-        found = run(loss, y, transform=transform)
+        outcome = run(loss, y, transform=transform)
 
-        assert is_classification(found.output, found.batch[1]) is expected
+        assert is_classification(outcome.output, outcome.batch[1]) is expected
 
 
 def squares(output, y):
@@ -325,14 +325,14 @@ class TestAModel:
         model = nn.ModuleList([linear().double()])
         model.forward = lambda tree: tree["a"]
 
-        found = dry_run(model, (x, np.arange(1, dtype=np.uint8)))
+        outcome = dry_run(model, (x, np.arange(1, dtype=np.uint8)))
 
-        got, labels = found.batch
+        got, labels = outcome.batch
         assert got["a"].dtype == torch.float64
         assert got["a"].tolist() == [[0.0, 1.0], [0.0, 1.0]]
         assert (got["b"][0].dtype, got["b"][0].tolist()) == (torch.int64, [0, 0])
         assert (labels.dtype, labels.tolist()) == (torch.int64, [0, 0])
-        assert found.rows[0]["a"].tolist() == [[0.0, 1.0], [0.0, 1.0]]
+        assert outcome.rows[0]["a"].tolist() == [[0.0, 1.0], [0.0, 1.0]]
 
     def test_runs_in_evaluation_mode_without_gradients_on_rows_of_its_own(self):
         def step(model, batch):
@@ -449,10 +449,10 @@ class TestTraining:
         model.bias.requires_grad_(False)
 
         def optimizer(params):
-            made = SGD(list(params))
+            optimizer = SGD(list(params))
             seen.extend(p.shape for p in params)
             params.clear()  # it may use the list up
-            return made
+            return optimizer
 
         check_training(model, lambda out, y: out, optimizer)
 
@@ -580,12 +580,12 @@ def drawn():
 
 
 def test_a_module_is_copied():
-    given = drawn()
+    drawn_model = drawn()
 
-    start = starting_model(given, seed=0)
+    start = starting_model(drawn_model, seed=0)
 
-    assert start is not given
-    assert torch.equal(start.weight, given.weight)
+    assert start is not drawn_model
+    assert torch.equal(start.weight, drawn_model.weight)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -594,8 +594,8 @@ def test_a_function_is_called_under_the_seed_and_generators_are_restored(name):
 
     models = [starting_model(drawn, seed) for seed in (3, 3, 4)]
 
-    one, same, other = (model.get_parameter(name) for model in models)
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
+    first, same, different = (model.get_parameter(name) for model in models)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, different)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]

@@ -176,11 +176,15 @@ def test_what_departed_replicas_had_finished_counts():
         EpochTotals(loss_sum, 5, skipped=2, logs={"kl": (loss_sum / 2, 5)})
         for loss_sum in (20.0, 10.0)
     ]
-    gone = [departed({"train": own.to_wire()}) for own in totals]
-    made = row(note(30.0, 10), *gone)
+    gone = [departed({"train": total.to_wire()}) for total in totals]
+    epoch_row = row(note(30.0, 10), *gone)
 
-    assert (made["examples"], made["loss"], made["replicas"]) == (20, 3.0, 1)
-    assert (made["skipped_examples"], made["kl"]) == (4, 1.5)
+    assert (epoch_row["examples"], epoch_row["loss"], epoch_row["replicas"]) == (
+        20,
+        3.0,
+        1,
+    )
+    assert (epoch_row["skipped_examples"], epoch_row["kl"]) == (4, 1.5)
 
 
 def test_early_stopping_and_the_history_see_the_same_loss():
@@ -195,9 +199,9 @@ def test_what_departed_replicas_had_scored_counts():
     scored = {"score": [9.0, 1, 2, 2, 0.0, {}], "unscored": "", "measured": b""}
     gone = departed({"validation": scored})
 
-    made = row(note(1.0, 1, score=[3.0, 1, 2, 2]), gone)
+    epoch_row = row(note(1.0, 1, score=[3.0, 1, 2, 2]), gone)
 
-    assert (made["val_loss"], made["val_accuracy"]) == (3.0, 0.5)
+    assert (epoch_row["val_loss"], epoch_row["val_accuracy"]) == (3.0, 0.5)
 
 
 def test_metrics_that_a_departed_replica_had_measured_are_kept():
@@ -210,27 +214,27 @@ def test_metrics_that_a_departed_replica_had_measured_are_kept():
 
 
 def test_scores_that_were_not_computed_are_not_a_number():
-    made = row(note(1.0, 1), columns=("val_loss", "val_accuracy"))
+    epoch_row = row(note(1.0, 1), columns=("val_loss", "val_accuracy"))
 
-    assert list(made)[-2:] == ["val_loss", "val_accuracy"]
-    assert math.isnan(made["val_loss"])
-    assert math.isnan(made["val_accuracy"])
+    assert list(epoch_row)[-2:] == ["val_loss", "val_accuracy"]
+    assert math.isnan(epoch_row["val_loss"])
+    assert math.isnan(epoch_row["val_accuracy"])
 
 
 def test_scores_that_were_computed_are_in_their_columns():
     reports = [note(1.0, 1, score=[3.0, 1, 2, 2])]
 
-    made = row(*reports, columns=("val_loss", "val_accuracy"))
+    epoch_row = row(*reports, columns=("val_loss", "val_accuracy"))
 
-    assert (made["val_loss"], made["val_accuracy"]) == (1.5, 0.5)
+    assert (epoch_row["val_loss"], epoch_row["val_accuracy"]) == (1.5, 0.5)
 
 
 def test_a_report_arrives_as_it_was_sent():
     totals = EpochTotals(1.5, 2, 3.0, 4, "no rows", 5)
     best = BestScore(1, 2.0, 3, 4.0)
-    own = note(1.0, 1, score=[3.0, 1, 2, 2])
+    report = note(1.0, 1, score=[3.0, 1, 2, 2])
     sent = dataclasses.replace(
-        own,
+        report,
         totals=totals,
         best=best,
         schedule=b"s",

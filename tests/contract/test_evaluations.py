@@ -62,7 +62,7 @@ def trainer_of(model, **options):
 
 class TestOnePass:
     def test_all_metrics_are_measured_in_one_pass_in_order(self, model, scores):
-        own = {"top": MulticlassAccuracy(3, average="micro")}
+        metrics = {"top": MulticlassAccuracy(3, average="micro")}
         passes = []
 
         class Counted(nn.Sequential):
@@ -75,7 +75,7 @@ class TestOnePass:
             X,
             Y,
             loss=nn.CrossEntropyLoss(),
-            metrics=[ClassificationMetrics(top=2), "calibration", own],
+            metrics=[ClassificationMetrics(top=2), "calibration", metrics],
             batch_size=10,
         )
 
@@ -289,7 +289,7 @@ WITH_NAN = np.where(np.arange(ROWS)[:, None] == 50, np.nan, X[:, :3])
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("changes", "error", "message"),
     [
         ({"y": Y[1:]}, DataError, "same length, got 101 and 100"),
         ({"X": X[:0], "y": Y[:0]}, DataError, "X must not be empty"),
@@ -324,11 +324,11 @@ WITH_NAN = np.where(np.arange(ROWS)[:, None] == 50, np.nan, X[:, :3])
         ),
     ],
 )
-def test_arguments_that_cannot_be_evaluated_are_refused(model, given, error, message):
+def test_arguments_that_cannot_be_evaluated_are_refused(model, changes, error, message):
     usual = {"model": model, "loss": nn.CrossEntropyLoss(), "X": X, "y": Y}
 
     with pytest.raises(error, match=message):
-        evaluate(**(usual | given))
+        evaluate(**(usual | changes))
 
 
 def test_values_of_equal_names_are_prefixed():
@@ -366,10 +366,10 @@ def test_labels_that_are_nan_can_be_masked(kind, loss):
 class Double(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def forward(self, x):
-        return x * self.one
+        return x * self.scale
 
 
 @pytest.mark.parametrize("chunks", [None, 64], ids=["numpy", "dask.array"])

@@ -44,7 +44,7 @@ def examples(store, count):
 
 
 @pytest.mark.parametrize(
-    ("given", "pattern", "found"),
+    ("paths", "pattern", "expected"),
     [
         ("{0}", None, ["0.npy", "1.npy", "2.npy"]),
         ("{0}", "[12].npy", ["1.npy", "2.npy"]),
@@ -55,17 +55,17 @@ def examples(store, count):
         (["{0}/2.npy", "{0}/[01].npy"], None, ["2.npy", "0.npy", "1.npy"]),
     ],
 )
-def test_paths_are_folders_files_patterns_and_lists(folder, given, pattern, found):
-    if isinstance(given, list):
-        given = [one.format(folder) for one in given]
+def test_paths_are_folders_files_patterns_and_lists(folder, paths, pattern, expected):
+    if isinstance(paths, list):
+        paths = [path.format(folder) for path in paths]
     else:
-        given = given.format(folder)
+        paths = paths.format(folder)
 
-    source = files(given, Npy(), pattern=pattern)
+    source = files(paths, Npy(), pattern=pattern)
 
-    assert (source.parts, source.lengths) == (len(found), None)
-    assert names(source) == found
-    assert len(source.load(0)[0]) == int(found[0][0]) + 2
+    assert (source.parts, source.lengths) == (len(expected), None)
+    assert names(source) == expected
+    assert len(source.load(0)[0]) == int(expected[0][0]) + 2
 
 
 @pytest.mark.parametrize("form", ["{}", "{:.8}*"])
@@ -93,9 +93,9 @@ def test_a_file_may_be_in_an_archive(tmp_path):
     whole = files(f"zip://::{archive}", example, one_example=True, files_per_part=1)
 
     for part, path in enumerate(("1.bin", "a/0.bin")):
-        one = files(f"zip://{path}::{archive}", example, one_example=True)
-        assert one.name(0) == whole.name(part) == f"zip://{path}::{archive}"
-        assert one.load(0)[1] == whole.load(part)[1] == store.read(path)[0]
+        source = files(f"zip://{path}::{archive}", example, one_example=True)
+        assert source.name(0) == whole.name(part) == f"zip://{path}::{archive}"
+        assert source.load(0)[1] == whole.load(part)[1] == store.read(path)[0]
 
 
 def test_files_below_the_folder_are_found_and_hidden_ones_are_not(tmp_path):
@@ -111,12 +111,12 @@ def test_a_path_with_brackets_is_no_pattern(tmp_path):
     inner.mkdir()
     np.save(inner / "x[0].npy", np.ones((2, 1)))
 
-    for given in (inner, inner / "x[0].npy", [inner / "x[0].npy"]):
-        assert names(files(given)) == ["x[0].npy"]
+    for paths in (inner, inner / "x[0].npy", [inner / "x[0].npy"]):
+        assert names(files(paths)) == ["x[0].npy"]
 
 
 @pytest.mark.parametrize(
-    ("given", "pattern", "message"),
+    ("templates", "pattern", "message"),
     [
         ("{0}/missing", None, "there are no files at {0}/missing"),
         ("{0}", "*.png", r"there are no files at {0} that match '\*\.png'"),
@@ -127,16 +127,16 @@ def test_a_path_with_brackets_is_no_pattern(tmp_path):
         ("a great film", None, "a str is the path or URL of files; convert text"),
     ],
 )
-def test_what_matches_nothing_is_named(folder, given, pattern, message):
-    several = isinstance(given, list)
-    paths = [one.format(folder) for one in (given if several else [given])]
+def test_what_matches_nothing_is_named(folder, templates, pattern, message):
+    several = isinstance(templates, list)
+    paths = [path.format(folder) for path in (templates if several else [templates])]
 
     with pytest.raises(DataError, match=message.format(folder)):
         files(paths if several else paths[0], pattern=pattern)
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "message"),
+    ("paths", "options", "message"),
     [
         ([], {}, r"paths must be a path, a URL or a list of them, got \[\]"),
         (3, {}, "paths must be a path, a URL or a list of them, got 3"),
@@ -146,9 +146,9 @@ def test_what_matches_nothing_is_named(folder, given, pattern, message):
         ("a", {"files_per_part": 0, "one_example": True}, "must be a whole number >="),
     ],
 )
-def test_arguments_that_cannot_be_used_are_refused(given, options, message):
+def test_arguments_that_cannot_be_used_are_refused(paths, options, message):
     with pytest.raises(OptionError, match=message):
-        files(given, **options)
+        files(paths, **options)
 
 
 @pytest.mark.parametrize("names", [["a.txt"], ["a"], ["a.npy.gz"], ["a.csv", "b.npy"]])
@@ -260,12 +260,12 @@ def test_files_on_a_server_are_listed_looked_at_and_loaded(bucket, s3_endpoint, 
     for path in folder.iterdir():
         Store(f"{bucket}/deep", options).write(path.name, path.read_bytes())
 
-    for given in (
+    for paths in (
         bucket,
         f"{bucket}/deep/*.npy",
         [f"{bucket}/deep/{i}.npy" for i in range(3)],
     ):
-        source = files(given, storage_options=options)
+        source = files(paths, storage_options=options)
 
         known = source.with_facts([source.facts(part) for part in range(3)])
 

@@ -60,8 +60,8 @@ def caught_in(path):
     """Yield the lines that catch all exceptions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ExceptHandler):
-            said = node.type or ast.Name("BaseException")
-            names = {n.id for n in ast.walk(said) if isinstance(n, ast.Name)}
+            caught = node.type or ast.Name("BaseException")
+            names = {n.id for n in ast.walk(caught) if isinstance(n, ast.Name)}
             if names & {"BaseException", "Exception"}:
                 yield f"{path.name}:{node.lineno}"
 

@@ -91,10 +91,10 @@ def rows(count, replica=0):
 
 
 def table(*batches):
-    made = StepTable()
+    table = StepTable()
     for batch in batches:
-        made.extend(batch)
-    return made
+        table.extend(batch)
+    return table
 
 
 @pytest.mark.parametrize(
@@ -131,26 +131,26 @@ def test_missing_values_stay_missing_when_packed():
 
 class TestStepTable:
     def test_it_is_a_sequence_of_mappings(self):
-        own = table(rows(3))
+        steps = table(rows(3))
 
-        assert len(own) == 3
-        assert own[0].keys() == STEP_COLUMNS.keys()
+        assert len(steps) == 3
+        assert steps[0].keys() == STEP_COLUMNS.keys()
         assert table([(1, FULL)])[0] == FULL._asdict()
-        assert own[-1]["step"] == 30
-        assert [row["step"] for row in own] == [10, 20, 30]
-        assert [row["step"] for row in own[1:]] == [20, 30]
+        assert steps[-1]["step"] == 30
+        assert [row["step"] for row in steps] == [10, 20, 30]
+        assert [row["step"] for row in steps[1:]] == [20, 30]
         with pytest.raises(IndexError):
-            own[3]
+            steps[3]
 
     def test_every_second_row_of_each_replica_goes_if_there_are_too_many(
         self, monkeypatch
     ):
         monkeypatch.setattr(tables, "MOST_ROWS", 6)
 
-        own = table(rows(4), rows(4, replica=1))
+        steps = table(rows(4), rows(4, replica=1))
 
-        assert own.column("replica") == [0, 0, 1, 1]
-        assert own.column("step") == [20, 40, 20, 40]
+        assert steps.column("replica") == [0, 0, 1, 1]
+        assert steps.column("step") == [20, 40, 20, 40]
 
     def test_a_data_frame_has_a_row_for_each_step(self):
         frame = table([(1, FULL), (2, ALONE)]).to_pandas()
@@ -168,23 +168,23 @@ def layer_row(step=10, replica=0, layer=0, update=0.5, residual=math.nan):
 
 
 def layer_table(names, *rows):
-    made = LayerTable(names)
-    made.extend([(row.step // 10, row) for row in rows])
-    return made
+    table = LayerTable(names)
+    table.extend([(row.step // 10, row) for row in rows])
+    return table
 
 
 class TestLayerTable:
     def test_it_is_a_sequence_of_mappings_with_names_ratios_and_counts(self):
-        own = layer_table(["a", "b"], layer_row(), layer_row(layer=1, residual=3.0))
+        layers = layer_table(["a", "b"], layer_row(), layer_row(layer=1, residual=3.0))
 
-        assert len(own) == 2
-        assert list(own[0]) == list(LAYER_COLUMNS)
-        assert own.column("name") == ["a", "b"]
-        assert own.column("ratio") == [0.125, 0.125]
-        assert own[1]["residual_norm"] == 3.0
-        assert own[1]["gradient_counts"] == list(range(20))
-        assert (own[1]["update_low"], own[1]["update_high"]) == (-0.25, 0.5)
-        assert list(own.to_pandas()["parameter_counts"]) == [list(range(20))] * 2
+        assert len(layers) == 2
+        assert list(layers[0]) == list(LAYER_COLUMNS)
+        assert layers.column("name") == ["a", "b"]
+        assert layers.column("ratio") == [0.125, 0.125]
+        assert layers[1]["residual_norm"] == 3.0
+        assert layers[1]["gradient_counts"] == list(range(20))
+        assert (layers[1]["update_low"], layers[1]["update_high"]) == (-0.25, 0.5)
+        assert list(layers.to_pandas()["parameter_counts"]) == [list(range(20))] * 2
 
     def test_packed_rows_are_unpacked(self):
         rows = [(1, layer_row(residual=1.0)), (3, layer_row(step=30, residual=2.0))]
@@ -210,15 +210,15 @@ class TestLayerTable:
             for layer in range(4)
         ]
 
-        own = layer_table("abcd", *rows)
+        layers = layer_table("abcd", *rows)
 
-        assert set(own.column("step")) == {40}
-        assert own.column("replica") == [0] * 4 + [1] * 4
+        assert set(layers.column("step")) == {40}
+        assert layers.column("replica") == [0] * 4 + [1] * 4
 
     def test_a_parameter_of_zeros_has_no_ratio(self):
-        own = layer_table("a", layer_row()._replace(parameter_norm=0.0))
+        layers = layer_table("a", layer_row()._replace(parameter_norm=0.0))
 
-        assert math.isnan(own[0]["ratio"])
+        assert math.isnan(layers[0]["ratio"])
 
     @pytest.mark.parametrize("layer", [-1, 2])
     def test_a_row_of_no_layer_is_refused(self, layer):
@@ -247,8 +247,8 @@ def test_a_histogram_has_the_values_that_are_finite(dtype, values, bounds, count
 
     assert norm == pytest.approx(float(tensor.norm()), nan_ok=True)
     assert [low, high] == pytest.approx(bounds, nan_ok=True)
-    found = np.frombuffer(packed, "<i4")
-    assert {i: n for i, n in enumerate(found) if n} == counts
+    numbers = np.frombuffer(packed, "<i4")
+    assert {i: n for i, n in enumerate(numbers) if n} == counts
 
 
 def test_norms_of_half_types_are_those_of_their_values():

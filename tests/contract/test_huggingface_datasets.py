@@ -133,8 +133,8 @@ def test_classes_have_the_names_in_the_column(feature, labels, classes):
 
     assert source.classes == classes
     names = classes or [0, 1]
-    given = NAMES if classes else LABELS
-    assert [names[i] for i in source.load(0)[1]] == given
+    raw_labels = NAMES if classes else LABELS
+    assert [names[i] for i in source.load(0)[1]] == raw_labels
     if feature == Value("string"):
         assert read(data, classes=["ant", "cat", "dog"]).load(0)[1].max() == 2
 

@@ -44,8 +44,8 @@ def everything(source):
 
 def labelled(source):
     """The class of each path."""
-    found = everything(source)
-    return {name: source.classes[label] for name, (_, label) in found.items()}
+    rows = everything(source)
+    return {name: source.classes[label] for name, (_, label) in rows.items()}
 
 
 def test_each_image_comes_once_with_its_own_pixels_and_label(url):

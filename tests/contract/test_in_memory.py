@@ -159,7 +159,9 @@ class TestParts:
         bounds = cut(rows, batch_size, parts)
 
         assert (bounds[0][0], bounds[-1][1]) == (0, rows)
-        assert all(one[1] == two[0] for one, two in itertools.pairwise(bounds))
+        assert all(
+            before[1] == after[0] for before, after in itertools.pairwise(bounds)
+        )
         assert all(start % batch_size == 0 for start, _ in bounds)
         batches = [-(-(stop - start) // batch_size) for start, stop in bounds]
         assert len(bounds) == min(parts, sum(batches))

@@ -268,12 +268,12 @@ def channels(count=3, **options):
     """The channels of a run among threads that all have joined."""
     spec = dataclasses.replace(SPEC, **options)
     run = LocalRun(plan_of(count, synchronous=spec.in_step))
-    made = [
+    updates = [
         LocalChannel(run, dataclasses.replace(spec, replica=r)) for r in range(count)
     ]
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        list(pool.map(LocalChannel.join, made))
-    return made
+        list(pool.map(LocalChannel.join, updates))
+    return updates
 
 
 def publish(channel, *entries, step=0, count=1):
@@ -291,49 +291,49 @@ def folded(drained, first):
 
 
 def test_drained_updates_are_sorted_by_replica_and_sequence():
-    own, *others = channels()
+    channel, *others = channels()
     for replica in (2, 1, 2, 1):
         publish(others[replica - 1], replica)
 
-    assert stamps(own.drain()) == [(1, 1), (1, 2), (2, 1), (2, 2)]
-    assert stamps(own.drain()) == []
+    assert stamps(channel.drain()) == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert stamps(channel.drain()) == []
 
 
 def test_updates_are_folded_once_beyond_the_bound():
-    own, *others = channels(inbox_bytes=EACH)
+    channel, *others = channels(inbox_bytes=EACH)
     publish(others[0], 1)
-    assert (stamps(own.drain()), own.stats().folds) == ([(1, 1)], 0)
+    assert (stamps(channel.drain()), channel.stats().folds) == ([(1, 1)], 0)
 
     publish(others[0], 1)
     publish(others[1], -1, 3, count=5)
-    drained = own.drain()
+    drained = channel.drain()
 
     assert (stamps(drained), folded(drained, 4)) == ([], [-4, 0, 5, 0])
-    assert own.stats().folds == 1
-    assert own.drain().folded_N is None
+    assert channel.stats().folds == 1
+    assert channel.drain().folded_N is None
 
 
 def test_updates_up_to_a_step_are_drained_and_the_rest_counts_for_the_bound():
-    own, other = channels(2, inbox_bytes=3 * EACH)
+    channel, peer = channels(2, inbox_bytes=3 * EACH)
     for step in (1, 2, 3):
-        publish(other, 1, step=step)
+        publish(peer, 1, step=step)
 
-    assert stamps(own.drain(up_to_step=2)) == [(1, 1), (1, 2)]
+    assert stamps(channel.drain(up_to_step=2)) == [(1, 1), (1, 2)]
     for step in (4, 5):
-        publish(other, 1, step=step)
-    before = own.stats().folds
-    publish(other, 1, step=5)
+        publish(peer, 1, step=step)
+    before = channel.stats().folds
+    publish(peer, 1, step=5)
 
-    assert (before, own.stats().folds) == (0, 1)
-    assert folded(own.drain(), 1) == [4]
+    assert (before, channel.stats().folds) == (0, 1)
+    assert folded(channel.drain(), 1) == [4]
 
 
 def test_a_fold_counts_in_steps_of_the_agreed_grid():
-    own, other = channels(2, inbox_bytes=0)
-    own.sync(0, GRID / 2)
-    publish(other, 1)
+    channel, peer = channels(2, inbox_bytes=0)
+    channel.sync(0, GRID / 2)
+    publish(peer, 1)
 
-    assert folded(own.drain(), 2) == [2, 0]
+    assert folded(channel.drain(), 2) == [2, 0]
 
 
 @pytest.mark.parametrize(
@@ -344,14 +344,14 @@ def test_the_last_update_in_a_finer_grid_is_rounded_as_shared_was(
     finer, expected, inbox_bytes
 ):
     """Its replica left as the others changed the grid. Halves are rounded up."""
-    own, other = channels(2, size=3, inbox_bytes=inbox_bytes)
-    for channel in (own, other):
+    receiver, peer = channels(2, size=3, inbox_bytes=inbox_bytes)
+    for channel in (receiver, peer):
         channel.sync(0, finer * GRID)
     counts_N = np.array([-3, 3, 5], np.int32)
 
-    other.publish(lambda stamp: codec.encode_dense(stamp, GRID, counts_N), 0)
+    peer.publish(lambda stamp: codec.encode_dense(stamp, GRID, counts_N), 0)
 
-    drained = own.drain()
+    drained = receiver.drain()
     if inbox_bytes:
         (update,) = drained.updates
         assert (update.grid, update.counts_N.tolist()) == (finer * GRID, expected)
@@ -361,24 +361,24 @@ def test_the_last_update_in_a_finer_grid_is_rounded_as_shared_was(
 
 @pytest.mark.parametrize("factor", [2.0, 1 / 3, 2.0**-32, 2.0**-100])
 def test_dense_updates_in_other_grids_are_refused(factor):
-    own, other = channels(2, size=3)
+    channel, peer = channels(2, size=3)
     grid = float(np.float32(factor * GRID))
     counts_N = np.ones(3, np.int32)
 
-    other.publish(lambda stamp: codec.encode_dense(stamp, grid, counts_N), 0)
+    peer.publish(lambda stamp: codec.encode_dense(stamp, grid, counts_N), 0)
 
-    assert not own.drain().updates
-    assert own.stats().refused == 1
+    assert not channel.drain().updates
+    assert channel.stats().refused == 1
 
 
 class TestInStep:
     def test_folded_updates_of_a_later_step_stay(self):
-        own, *others = channels(in_step=True, inbox_bytes=EACH)
-        for other in others:
+        channel, *others = channels(in_step=True, inbox_bytes=EACH)
+        for peer in others:
             for step in (4, 5):
-                publish(other, step, step=step)
+                publish(peer, step, step=step)
 
-        four, nothing, five = (own.drain(step) for step in (4, 4, 5))
+        four, nothing, five = (channel.drain(step) for step in (4, 4, 5))
 
         assert (stamps(four), folded(four, 5)) == ([], [0, 0, 0, 2, 0])
         assert (stamps(nothing), nothing.folded_N) == ([], None)
@@ -386,36 +386,38 @@ class TestInStep:
 
     @pytest.mark.parametrize("order", [1, -1])
     def test_whether_a_step_is_folded_does_not_depend_on_the_order(self, order):
-        own, *others = channels(4, in_step=True, inbox_bytes=2 * EACH)
+        channel, *others = channels(4, in_step=True, inbox_bytes=2 * EACH)
         entries = [(1, 2, 3), (4,), (5,)]  # folded with the second or the third
-        for other, moved in [*zip(others, entries, strict=True)][::order]:
-            publish(other, *moved, step=4)
+        for peer, moved in [*zip(others, entries, strict=True)][::order]:
+            publish(peer, *moved, step=4)
 
-        drained = own.drain(4)
+        drained = channel.drain(4)
 
         assert (stamps(drained), folded(drained, 6)) == ([], [1, 1, 1, 1, 1, 0])
 
     def test_all_folded_steps_are_drained_as_one(self):
-        own, other = channels(2, in_step=True, inbox_bytes=0)
-        publish(other, 1, step=4)
-        publish(other, 2, step=5)
+        channel, peer = channels(2, in_step=True, inbox_bytes=0)
+        publish(peer, 1, step=4)
+        publish(peer, 2, step=5)
 
-        assert folded(own.drain(), 3) == [1, 1, 0]
-        assert own.stats().folds == 2
+        assert folded(channel.drain(), 3) == [1, 1, 0]
+        assert channel.stats().folds == 2
 
     @pytest.mark.parametrize("limit", [0, EACH, 4 * EACH])
     def test_more_than_two_steps_are_folded_together_and_nothing_is_lost(self, limit):
         """A replica that is still joining does not hold up the others."""
-        own, other = channels(2, in_step=True, inbox_bytes=limit)
-        pending, most = own._inbox.pending, []
+        channel, peer = channels(2, in_step=True, inbox_bytes=limit)
+        pending, most = channel._inbox.pending, []
         for step in range(1, 40):
-            publish(other, 1, -2, step=step)
+            publish(peer, 1, -2, step=step)
             most.append(pending.nbytes)
 
-        drained = [own.drain(step) for step in (1, 40)]
+        drained = [channel.drain(step) for step in (1, 40)]
 
         assert max(most) <= 2 * limit
-        assert sum(len(one.updates) + sum(folded(one, 1)) for one in drained) == 39
+        assert (
+            sum(len(drain.updates) + sum(folded(drain, 1)) for drain in drained) == 39
+        )
         assert folded(drained[0], 1)[0] > 2
 
 
@@ -434,11 +436,11 @@ UPDATES = st.lists(
 def test_drained_updates_add_up_to_the_published_ones_folded_or_not(
     updates, inbox_bytes, chance
 ):
-    own, *others = channels(inbox_bytes=inbox_bytes)
+    channel, *others = channels(inbox_bytes=inbox_bytes)
     expected_N, got_N = np.zeros(SIZE, np.int64), np.zeros(SIZE, np.int64)
 
     def drain():
-        drained = own.drain()
+        drained = channel.drain()
         if drained.folded_N is not None:
             got_N[:] += drained.folded_N
         for update in drained.updates:

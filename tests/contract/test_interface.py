@@ -94,8 +94,8 @@ INTEGERS |= {"repaired_updates", "withheld", "folds", "step", "replica"}
 
 
 def type_of(column):
-    other = {"waits": dict, "delivered": bool}
-    return int if column in INTEGERS else other.get(column, float)
+    kinds = {"waits": dict, "delivered": bool}
+    return int if column in INTEGERS else kinds.get(column, float)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def type_of(column):
 )
 def test_a_fit_has_these_columns_and_attributes(master):
     X, y = rows(count=96)
-    own = trainer(False, master=master(replicas_per_worker=2), telemetry_every=1)
+    fitted = trainer(False, master=master(replicas_per_worker=2), telemetry_every=1)
 
-    history = own.fit(X, y, epochs=2, batch_size=8, validation=(X, y))
+    history = fitted.fit(X, y, epochs=2, batch_size=8, validation=(X, y))
 
     for row in history:
         assert list(row) == [*COLUMNS, "val_loss", "val_accuracy"]
@@ -122,21 +122,21 @@ def test_a_fit_has_these_columns_and_attributes(master):
         expected = {k: type_of(k) for k in row} | kind | {"staleness": int}
         assert {k: type(v) for k, v in row.items()} == expected
         assert row["kind"] is None or isinstance(row["kind"], str)
-    learned = {n for n in dir(own) if n.endswith("_") and not n.startswith("_")}
+    learned = {n for n in dir(fitted) if n.endswith("_") and not n.startswith("_")}
     scheduled = {"optimizer_", "scheduler_"}
     named = {"classes_", "feature_names_in_"}
     assert learned == {"model_", "history_"} | named | scheduled
     assert history.stopping is None
-    assert set(own.evaluate(X, y)) == {"loss", "accuracy"}
+    assert set(fitted.evaluate(X, y)) == {"loss", "accuracy"}
 
 
 def test_without_classes_there_is_no_accuracy_and_without_data_no_score():
     X, _ = rows(count=96)
     y = X[:, :1]
-    own = trainer(False, model=nn.Linear(20, 1), loss=nn.MSELoss())
+    fitted = trainer(False, model=nn.Linear(20, 1), loss=nn.MSELoss())
 
-    with_data = own.fit(X, y, batch_size=8, validation=(X, y))
-    without = own.fit(X, y, batch_size=8)
+    with_data = fitted.fit(X, y, batch_size=8, validation=(X, y))
+    without = fitted.fit(X, y, batch_size=8)
 
     assert list(with_data[0]) == [*COLUMNS, "val_loss"]
     assert list(without[0]) == list(COLUMNS)

@@ -29,8 +29,8 @@ def sequential(*layers):
     return {"class_name": "Sequential", "config": {"name": "s", "layers": [*layers]}}
 
 
-def first_of(made):
-    return made["config"]["layers"][0]
+def first_of(config):
+    return config["config"]["layers"][0]
 
 
 def function(name):
@@ -83,13 +83,14 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [(given, f"is or has a {shown},") for shown, given in CLASSES.items()] + OTHERS,
+    ("layer_config", "message"),
+    [(layer_config, f"is or has a {shown},") for shown, layer_config in CLASSES.items()]
+    + OTHERS,
     ids=str,
 )
-def test_other_classes_and_code_are_refused_by_name(given, message):
+def test_other_classes_and_code_are_refused_by_name(layer_config, message):
     with pytest.raises(ModelError, match=f"layer 'mine' .*{re.escape(message)}"):
-        vetted(sequential(given))
+        vetted(sequential(layer_config))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +104,9 @@ def test_custom_objects_of_the_program_are_refused(key, monkeypatch):
 
 
 def test_an_activation_is_written_by_name():
-    made = vetted(sequential(layer(activation=function("relu"))))
+    config = vetted(sequential(layer(activation=function("relu"))))
 
-    assert first_of(made)["config"]["activation"] == "relu"
+    assert first_of(config)["config"]["activation"] == "relu"
 
 
 @pytest.mark.parametrize(
@@ -124,10 +125,10 @@ def test_an_activation_is_written_by_name():
 def test_classes_are_looked_up_in_their_keras_module(settings, module):
     ((key, kind),) = settings.items()
 
-    made = vetted(sequential(layer(**{key: {"class_name": kind, "config": {}}})))
+    config = vetted(sequential(layer(**{key: {"class_name": kind, "config": {}}})))
 
-    found = first_of(made)["config"][key]
-    assert (found["module"], found["class_name"]) == (module, kind)
+    value = first_of(config)["config"][key]
+    assert (value["module"], value["class_name"]) == (module, kind)
 
 
 MODELS = Path(__file__).parents[1] / "keras_models"
@@ -192,16 +193,16 @@ def test_the_input_shape_of_the_first_layer_becomes_an_input_layer(dtype, listed
     layers = [dense(batch_input_shape=[None, 3], dtype=dtype), dense()]
     config = layers if listed else {"name": "sequential", "layers": layers}
 
-    made = modern({"class_name": "Sequential", "config": config})["config"]
+    updated = modern({"class_name": "Sequential", "config": config})["config"]
 
-    kinds = [layer["class_name"] for layer in made["layers"]]
-    assert (made["name"], kinds) == ("sequential", ["InputLayer", "Dense", "Dense"])
-    assert made["layers"][0]["config"] == {
+    kinds = [layer["class_name"] for layer in updated["layers"]]
+    assert (updated["name"], kinds) == ("sequential", ["InputLayer", "Dense", "Dense"])
+    assert updated["layers"][0]["config"] == {
         "name": "dense_input",
         "batch_shape": [None, 3],
         "dtype": "float32",
     }
-    assert modern({"class_name": "Sequential", "config": made})["config"] == made
+    assert modern({"class_name": "Sequential", "config": updated})["config"] == updated
 
 
 @pytest.mark.parametrize("rewrite", [modern, lambda config: vetted(modern(config))])
@@ -272,11 +273,11 @@ def test_a_node_of_keras_2_has_tensors_constants_and_other_arguments():
         {**dense(), "name": "out", "inbound_nodes": [first]},
     ]
 
-    made = settings("Functional", layers=layers, output_layers=[["out", 0, 0]])
+    functional = settings("Functional", layers=layers, output_layers=[["out", 0, 0]])
 
     config = {"shape": [], "dtype": "float32", "keras_history": ["a", 0, 0]}
     tensor = {"class_name": "__keras_tensor__", "config": config}
-    assert made["layers"][1]["inbound_nodes"] == [
+    assert functional["layers"][1]["inbound_nodes"] == [
         {"args": [[tensor, 2.5]], "kwargs": {**others, "mask": tensor}}
     ]
 
@@ -286,8 +287,8 @@ def test_output_nodes_of_nested_models_are_renumbered(kind, node):
     inner = {"class_name": kind, "config": {"layers": [], "output_layers": []}}
     nodes = {"name": "inner", "inbound_nodes": [[["a", 0, 0, {}]]]}
 
-    made = settings(
+    functional = settings(
         "Functional", layers=[{**inner, **nodes}], output_layers=[["inner", 1, 0]]
     )
 
-    assert made["output_layers"] == [["inner", node, 0]]
+    assert functional["output_layers"] == [["inner", node, 0]]

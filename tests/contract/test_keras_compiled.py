@@ -67,17 +67,17 @@ LOSSES = {
 
 @pytest.mark.parametrize("case", LOSSES)
 def test_a_loss_is_that_of_keras(case):
-    given, output, y = LOSSES[case]
-    own = losses.get(given)
+    loss_config, output, y = LOSSES[case]
+    keras_loss = losses.get(loss_config)
     with keras.device("cpu"):
-        expected = own(y, output)
+        expected = keras_loss(y, output)
 
-    loss = loss_of(given)(output, y)
+    loss = loss_of(loss_config)(output, y)
 
     # Keras clips probabilities in float32, and averages in another order.
     torch.testing.assert_close(loss, expected.mean(), rtol=2e-6, atol=1e-7)
     if case != "huber":  # whose delta Keras does not write
-        assert loss_of(losses.serialize(own))(output, y) == loss
+        assert loss_of(losses.serialize(keras_loss))(output, y) == loss
 
 
 OPTIMIZERS = keras.optimizers
@@ -99,21 +99,27 @@ UPDATES = [
 ]
 
 
-@pytest.mark.parametrize(("own", "rtol"), UPDATES, ids=lambda v: type(v).__name__)
-def test_an_optimizer_makes_the_steps_of_keras(own, rtol):
+@pytest.mark.parametrize(
+    ("keras_optimizer", "rtol"), UPDATES, ids=lambda v: type(v).__name__
+)
+def test_an_optimizer_makes_the_steps_of_keras(keras_optimizer, rtol):
     start, gradients = random(4, 6), random(5, 5, 6) + 2
     with keras.device("cpu"):
         variable = keras.Variable(start.numpy())
         for gradient in gradients:
-            own.apply([gradient], [variable])
+            keras_optimizer.apply([gradient], [variable])
     parameter = nn.Parameter(start.clone())
-    optimizer = optimizer_of(keras.saving.serialize_keras_object(own))([parameter])
+    optimizer = optimizer_of(keras.saving.serialize_keras_object(keras_optimizer))(
+        [parameter]
+    )
 
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()
 
-    moved, expected = (own.detach() - start for own in (parameter, variable.value))
+    moved, expected = (
+        values.detach() - start for values in (parameter, variable.value)
+    )
     torch.testing.assert_close(moved, expected, rtol=rtol, atol=1e-6)
 
 
@@ -130,8 +136,8 @@ def classifier():
 
 def compiled(**options):
     model = classifier()
-    own = {"optimizer": "adam", "loss": "sparse_categorical_crossentropy"}
-    model.compile(**own | options)
+    usual = {"optimizer": "adam", "loss": "sparse_categorical_crossentropy"}
+    model.compile(**usual | options)
     return model
 
 
@@ -148,9 +154,9 @@ class TestCompiled:
         assert (group["lr"], group["momentum"]) == (0.5, 0.9)
         assert set(values) == {"loss", "accuracy", "roc_auc"}
         assert values["accuracy"] > 0.8
-        own = compiled(metrics=["accuracy"])
-        own.set_weights(trainer.model_.get_weights())
-        expected = own.evaluate(X, KINDS, verbose=0, return_dict=True)
+        keras_model = compiled(metrics=["accuracy"])
+        keras_model.set_weights(trainer.model_.get_weights())
+        expected = keras_model.evaluate(X, KINDS, verbose=0, return_dict=True)
         assert values["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert values["accuracy"] == pytest.approx(expected["accuracy"])
         chances = trainer.predict_proba(X)
@@ -200,10 +206,10 @@ class TestCompiled:
         assert trainer.loss(torch.from_numpy(X).softmax(1), torch.from_numpy(KINDS)) > 0
         assert trainer.optimizer.keywords["lr"] == 0.001
         if ending != "json":
-            for own, saved in zip(
+            for loaded, saved in zip(
                 module.get_weights(), model.get_weights(), strict=True
             ):
-                np.testing.assert_array_equal(own, saved)
+                np.testing.assert_array_equal(loaded, saved)
 
     def test_the_loss_is_saved_with_the_trainer(self, tmp_path):
         trainer = daskdl.Trainer(compiled(metrics=["accuracy"]), client=False)
@@ -236,10 +242,10 @@ class TestCompiled:
 
         values = trainer.evaluate(X, y)
 
-        own = {"kind": KINDS, "size": X[:, 3]}
-        own = own if named else list(own.values())
+        targets = {"kind": KINDS, "size": X[:, 3]}
+        targets = targets if named else list(targets.values())
         model.set_weights(trainer.model_.get_weights())
-        expected = model.evaluate(X, own, verbose=0, return_dict=True)
+        expected = model.evaluate(X, targets, verbose=0, return_dict=True)
         assert values["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert set(values) == {"loss", "kind_accuracy", "size_mae"}
         assert values["kind_accuracy"] == pytest.approx(expected["kind_accuracy"])
@@ -401,10 +407,12 @@ def written_by_keras_2(path):
         weights = file.create_group("model_weights")
         weights.attrs["layer_names"] = [name.encode() for name in WEIGHTS]
         weights.attrs["backend"], weights.attrs["keras_version"] = b"tensorflow", b"2.4"
-        for layer, own in WEIGHTS.items():
+        for layer, arrays in WEIGHTS.items():
             group = weights.create_group(layer)
-            group.attrs["weight_names"] = [f"{layer}/{name}".encode() for name in own]
-            for name, values in own.items():
+            group.attrs["weight_names"] = [
+                f"{layer}/{name}".encode() for name in arrays
+            ]
+            for name, values in arrays.items():
                 group[f"{layer}/{name}"] = values
         file["optimizer_weights/Adam/iter:0"] = 7
     return path
@@ -415,7 +423,7 @@ class TestHdf5:
         module = from_saved(written_by_keras_2(tmp_path / "old.hdf5")).eval()
 
         x = torch.from_numpy(X)
-        kernel, bias = (torch.from_numpy(own) for own in WEIGHTS["kind"].values())
+        kernel, bias = (torch.from_numpy(array) for array in WEIGHTS["kind"].values())
         chances = (x @ kernel + bias).softmax(1)
         expected = (chances - 0.5) / (4 + 0.001) ** 0.5 * 2 + 1
         torch.testing.assert_close(module(x), expected)

@@ -34,12 +34,12 @@ UNSHAPED = {"class_name": "Sequential", "config": {"name": "s", "layers": [DENSE
 
 
 class TestFromConfig:
-    @pytest.mark.parametrize("given", [str, json.dumps, dict], ids=lambda f: f.__name__)
-    def test_a_path_json_or_a_dict_is_accepted(self, given):
+    @pytest.mark.parametrize("form", [str, json.dumps, dict], ids=lambda f: f.__name__)
+    def test_a_path_json_or_a_dict_is_accepted(self, form):
         path = MODELS / "two_by_two_keras2.json"
-        value = path if given is str else json.loads(path.read_text())
+        value = path if form is str else json.loads(path.read_text())
 
-        module = from_config(given(value))
+        module = from_config(form(value))
 
         assert isinstance(module, KerasModule)
         assert module.keras.name == "two_by_two"
@@ -77,7 +77,7 @@ class TestFromConfig:
         torch.testing.assert_close(second, once @ weights["inner/dense/kernel"])
 
     @pytest.mark.parametrize(
-        ("given", "message"),
+        ("content", "message"),
         [
             ("{", "the configuration is no JSON"),
             ("{}", "class_name out of Functional, Model, Sequential, got None"),
@@ -92,15 +92,15 @@ class TestFromConfig:
         ],
         ids=lambda value: str(value)[:40],
     )
-    def test_other_json_is_refused(self, given, message):
+    def test_other_json_is_refused(self, content, message):
         with pytest.raises(ModelError, match=re.escape(message)):
-            from_config(given)
+            from_config(content)
 
 
 def node(kind, name, inbound=(), **config):
     """A layer as Keras 2.4 writes it."""
     config = {"name": name, **config}
-    nodes = [[[*one, 0, {}]] for one in inbound]
+    nodes = [[[*source, 0, {}]] for source in inbound]
     return {"class_name": kind, "config": config, "name": name, "inbound_nodes": nodes}
 
 
@@ -199,9 +199,11 @@ def test_changed_json_is_refused_or_harmless():
     numbers = list(re.finditer(r"\b\d+\b|null|true|false|\"[a-zA-Z_]+\"", text))
 
     for _ in range(FUZZED):
-        found = draw.choice(numbers)
-        other = draw.choice(["null", "-1", "[]", "{}", '"x"', "1e30", '["x", 0, 0]'])
-        damaged = text[: found.start()] + other + text[found.end() :]
+        value = draw.choice(numbers)
+        replacement = draw.choice(
+            ["null", "-1", "[]", "{}", '"x"', "1e30", '["x", 0, 0]']
+        )
+        damaged = text[: value.start()] + replacement + text[value.end() :]
         with contextlib.suppress(DaskDLError):
             from_config(damaged)
             continue

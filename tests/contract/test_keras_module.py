@@ -130,17 +130,17 @@ class TestModes:
         module, copied = KerasModule(model), PackedModel(KerasModule(model)).unpack()
         rows = torch.ones(2, 4, 64)
 
-        def drawn(one, seed):
+        def drawn(dropping, seed):
             torch.manual_seed(seed)
-            return [one(rows), one(rows)]
+            return [dropping(rows), dropping(rows)]
 
         first, second = drawn(module, 0)
         again, _ = drawn(copied.train(), 0)
-        other, _ = drawn(copied, 1)
+        reseeded, _ = drawn(copied, 1)
 
         assert torch.equal(first, again)
         assert not torch.equal(first, second)
-        assert not torch.equal(first, other)
+        assert not torch.equal(first, reseeded)
 
 
 class TestSharedMemory:
@@ -155,13 +155,13 @@ class TestSharedMemory:
         assert (variance == 3.0).all()
 
     def test_normalisation_follows_its_weights(self):
-        module, other = (
+        module, restored = (
             KerasModule(adapted(ROWS + n, "mixed_bfloat16")) for n in (3, 5)
         )
 
-        other.load_state_dict(module.state_dict())
+        restored.load_state_dict(module.state_dict())
 
-        assert torch.equal(other(ROWS), module(ROWS))
+        assert torch.equal(restored(ROWS), module(ROWS))
 
 
 class TestPickling:
@@ -174,39 +174,42 @@ class TestPickling:
         module = KerasModule(everything()).eval()
         x = inputs_of_everything()
 
-        other = copied(module)
-        said, told = module(x), other(x)
+        copy = copied(module)
+        outputs, of_copy = module(x), copy(x)
 
-        assert not other.training
-        assert said.keys() == told.keys() == {"sum", "first"}
-        assert all(torch.equal(said[name], told[name]) for name in said)
-        assert [n for n, _ in other.named_parameters()] == [
+        assert not copy.training
+        assert outputs.keys() == of_copy.keys() == {"sum", "first"}
+        assert all(torch.equal(outputs[name], of_copy[name]) for name in outputs)
+        assert [n for n, _ in copy.named_parameters()] == [
             n for n, _ in module.named_parameters()
         ]
-        pairs = zip(other.parameters(), module.parameters(), strict=True)
-        assert all(one.data_ptr() != two.data_ptr() for one, two in pairs)
+        pairs = zip(copy.parameters(), module.parameters(), strict=True)
+        assert all(
+            tensor.data_ptr() != copied_tensor.data_ptr()
+            for tensor, copied_tensor in pairs
+        )
 
     def test_frozen_layers_are_frozen_in_a_copy(self):
         module = KerasModule(normalised())
         module.keras.get_layer("normal").trainable = False
 
-        other = PackedModel(module).unpack()
-        before = moving_mean(other).clone()
-        other.train()(ROWS)
+        unpacked = PackedModel(module).unpack()
+        before = moving_mean(unpacked).clone()
+        unpacked.train()(ROWS)
 
-        assert [n for n, p in other.named_parameters() if not p.requires_grad] == [
+        assert [n for n, p in unpacked.named_parameters() if not p.requires_grad] == [
             "normal/gamma",
             "normal/beta",
         ]
-        assert torch.equal(before, moving_mean(other))
+        assert torch.equal(before, moving_mean(unpacked))
 
     def test_shared_layers_stay_shared(self):
         shared, rows = layers.Dense(4), keras.Input((4,))
         module = KerasModule(keras.Model(rows, [shared(rows), shared(shared(rows))]))
 
-        other = copy.deepcopy(module)
+        duplicate = copy.deepcopy(module)
 
-        assert len(list(other.parameters())) == len(list(module.parameters())) == 2
+        assert len(list(duplicate.parameters())) == len(list(module.parameters())) == 2
 
     def test_sharing_that_keras_does_not_describe_is_refused(self):
         dense, steps = layers.Dense(2), keras.Input((3, 4))
@@ -222,9 +225,9 @@ class TestStructure:
     def test_several_inputs_are_a_tuple_or_a_dict(self, named):
         left, right = keras.Input((4,), name="left"), keras.Input((4,), name="right")
         model = keras.Model([left, right], [left - 2 * right, layers.Dense(1)(left)])
-        given = {"right": ROWS, "left": ROWS} if named else (ROWS, ROWS)
+        inputs = {"right": ROWS, "left": ROWS} if named else (ROWS, ROWS)
 
-        outputs = KerasModule(model)(given)
+        outputs = KerasModule(model)(inputs)
 
         assert isinstance(outputs, tuple)
         assert torch.equal(outputs[0], -ROWS)
@@ -263,19 +266,19 @@ class Mine(keras.Model):
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("model", "message"),
     [
         (Mine(), "Mine"),
         (keras.Sequential([layers.Dense(2)]), r"begin the model with a keras\.Input"),
     ],
     ids=["own", "shapeless"],
 )
-def test_a_model_that_cannot_be_copied_is_refused(made, message):
-    if isinstance(made, Mine):
-        made(ROWS)
+def test_a_model_that_cannot_be_copied_is_refused(model, message):
+    if isinstance(model, Mine):
+        model(ROWS)
 
     with pytest.raises(ModelError, match=message):
-        KerasModule(made)
+        KerasModule(model)
 
 
 def model(**options):
@@ -329,16 +332,16 @@ def test_a_probability_of_zero_has_a_finite_loss():
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
-    path, own = tmp_path / "own.keras", small()
+    path, model = tmp_path / "own.keras", small()
     path.write_bytes(b"before")
 
     def full(partial):
         partial.write_bytes(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr(own.keras, "save", full)
+    monkeypatch.setattr(model.keras, "save", full)
     with pytest.raises(OSError, match="no space left"):
-        own.save(path)
+        model.save(path)
 
     assert path.read_bytes() == b"before"
     assert [path.name for path in tmp_path.iterdir()] == ["own.keras"]

@@ -171,7 +171,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def own(names: set[str]) -> set[str]:
+def of_this_package(names: set[str]) -> set[str]:
     """Names of this package, without its name."""
     return {n.removeprefix("daskdl.") for n in names if n.startswith("daskdl.")}
 
@@ -200,16 +200,20 @@ def test_every_package_has_a_layer_and_a_list_of_libraries():
 @pytest.mark.parametrize("name", FILES)
 def test_imports_point_down(name):
     package = package_of(name)
-    others = {package_of(n) for n in own(FILES[name])} - {package}
+    others = {package_of(n) for n in of_this_package(FILES[name])} - {package}
 
-    upward = {other for other in others if LEVEL[other] >= LEVEL[package]}
+    upward = {
+        imported_package
+        for imported_package in others
+        if LEVEL[imported_package] >= LEVEL[package]
+    }
 
     assert not upward, f"{name} must not import {upward}"
 
 
 def test_files_do_not_import_in_a_circle():
     graph = {
-        name: {file for n in own(names) for file in files_of(n)} - {name}
+        name: {file for n in of_this_package(names) for file in files_of(n)} - {name}
         for name, names in FILES.items()
     }
 

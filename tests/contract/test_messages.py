@@ -106,8 +106,8 @@ def test_the_size_of_a_payload_counts_its_arrays_packed_or_not():
     array = np.zeros(1000)
     payload = {"residual": array, "more": [[array], b"x" * 500]}
 
-    for own in (payload, wrap_arrays(payload), Serialize(payload)):
-        assert 16_500 <= nbytes_of(own) < 17_000
+    for form in (payload, wrap_arrays(payload), Serialize(payload)):
+        assert 16_500 <= nbytes_of(form) < 17_000
 
 
 FAILURE = failure_of(RuntimeError("boom"), step=3)

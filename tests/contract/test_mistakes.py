@@ -144,9 +144,9 @@ MISTAKES = {
 
 
 def fitted():
-    made = trainer()
-    made.fit(X, Y)
-    return made
+    failing = trainer()
+    failing.fit(X, Y)
+    return failing
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -225,7 +225,7 @@ def weighted(output, y):
     return nn.functional.cross_entropy(output, y) * WEIGHT.sum()
 
 
-def given(output, y, criterion):
+def with_criterion(output, y, criterion):
     return criterion(output, y)
 
 
@@ -235,7 +235,7 @@ HOLDING = {
     "global": ({"loss": of_global}, "loss", "'UNCERTAIN.log_variance'"),
     "tensor": ({"loss": weighted}, "loss", "'WEIGHT'"),
     "partial": (
-        {"loss": functools.partial(given, criterion=UNCERTAIN)},
+        {"loss": functools.partial(with_criterion, criterion=UNCERTAIN)},
         "loss",
         "'criterion.log_variance'",
     ),
@@ -267,10 +267,10 @@ class TestLossesWithTrainableTensors:
     def test_they_are_refused_by_name(self, objective, argument, name):
         several = isinstance(objective.get("loss"), dict)
         model, y = (Named(4, 2), {"a": Y}) if several else (nn.Linear(4, 2), Y)
-        own = Trainer(model, optimizer=sgd, client=False, **objective)
+        failing = Trainer(model, optimizer=sgd, client=False, **objective)
 
         with pytest.raises(daskdl.ModelError) as caught:
-            own.fit(X, y)
+            failing.fit(X, y)
 
         message = str(caught.value)
         assert message.startswith(f"{argument} has trainable tensors that are not")
@@ -280,24 +280,24 @@ class TestLossesWithTrainableTensors:
         with pytest.raises(daskdl.ModelError) as caught:
             fit(loss=UNCERTAIN)
         step = eval(re.search(r"step=(lambda .*); or", str(caught.value))[1])
-        own = Trainer(WithCriterion(4, 2), optimizer=sgd, step=step, client=False)
+        fitted = Trainer(WithCriterion(4, 2), optimizer=sgd, step=step, client=False)
 
-        own.fit(X, Y, validation=(X, Y))
+        fitted.fit(X, Y, validation=(X, Y))
 
-        assert own.model_.criterion.log_variance.item() != 0
-        assert own.predict(X).shape == (40, 2)
+        assert fitted.model_.criterion.log_variance.item() != 0
+        assert fitted.predict(X).shape == (40, 2)
 
     @pytest.mark.parametrize("kind", ["loss", "step"])
     def test_frozen_ones_are_accepted(self, kind):
         loss = Uncertain().requires_grad_(False)
         kinds = {"loss": loss, "step": lambda net, batch: loss(net(batch[0]), batch[1])}
-        own = Trainer(
+        fitted = Trainer(
             nn.Linear(4, 2), optimizer=sgd, client=False, **{kind: kinds[kind]}
         )
 
-        own.fit(X, Y)
+        fitted.fit(X, Y)
 
-        assert own.history_[0]["examples"] == 40
+        assert fitted.history_[0]["examples"] == 40
 
     def test_a_teacher_without_gradients_is_accepted(self):
         teacher = nn.Linear(4, 2)

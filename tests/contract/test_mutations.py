@@ -47,15 +47,17 @@ def test_no_mutation_is_listed_twice():
 
 
 def test_mutations_are_chosen_by_number_file_test_or_reason():
-    one = Mutation(
+    first = Mutation(
         "daskdl/a.py", "x", "y", ["tests/test_a.py::test_b"], "a row is lost"
     )
-    two = Mutation("daskdl/c.py", "x", "y", ["tests/test_c.py::test_d"], "a row is new")
+    second = Mutation(
+        "daskdl/c.py", "x", "y", ["tests/test_c.py::test_d"], "a row is new"
+    )
 
-    assert [*chosen([one, two], [])] == [0, 1]
-    assert [*chosen([one, two], ["1"])] == [1]
-    assert [*chosen([one, two], ["a.py", "test_d"])] == [0, 1]
-    assert [*chosen([one, two], ["lost"])] == [0]
+    assert [*chosen([first, second], [])] == [0, 1]
+    assert [*chosen([first, second], ["1"])] == [1]
+    assert [*chosen([first, second], ["a.py", "test_d"])] == [0, 1]
+    assert [*chosen([first, second], ["lost"])] == [0]
 
 
 @pytest.fixture

@@ -53,9 +53,9 @@ def trainer(**options):
 
 
 def trained():
-    own = trainer()
-    own.fit(FRAME, Y)
-    return own
+    fitted = trainer()
+    fitted.fit(FRAME, Y)
+    return fitted
 
 
 def written(tables, folder, write):
@@ -100,11 +100,11 @@ PARTS = {
 
 
 def whole(make):
-    def made(tables, folder):
+    def make_whole(tables, folder):
         xs, ys = zip(*tables, strict=True)
         return *make(pd.concat(xs)[xs[0].columns], pd.concat(ys), folder), {}
 
-    return made
+    return make_whole
 
 
 def exported(x, y, folder):
@@ -120,7 +120,7 @@ KINDS = {
 }
 
 
-def made(kind, tables, folder):
+def data_of(kind, tables, folder):
     return KINDS[kind](tables, folder / kind)
 
 
@@ -128,17 +128,17 @@ def in_parts(table):
     return [(table[cut], Y[cut]) for cut in CUTS]
 
 
-def evaluated(own, X, y, options):
-    return own.evaluate(X, y, **options)["loss"]
+def evaluated(fitted, X, y, options):
+    return fitted.evaluate(X, y, **options)["loss"]
 
 
-def validated(own, X, y, options):
+def validated(fitted, X, y, options):
     validation = X if y is None else (X, y)
-    return own.fit(FRAME, Y, validation=validation)[-1]["val_loss"]
+    return fitted.fit(FRAME, Y, validation=validation)[-1]["val_loss"]
 
 
-def fitted_again(own, X, y, options):
-    return own.fit(X, y, **options)[-1]["loss"]
+def fitted_again(fitted, X, y, options):
+    return fitted.fit(X, y, **options)[-1]["loss"]
 
 
 def joined(outputs):
@@ -149,18 +149,18 @@ def joined(outputs):
     return np.concatenate(dask.compute(*outputs)) if lazy else np.asarray(outputs)
 
 
-def scored(own, X, y, options):
-    scores = own.score_examples(X, y, **options)
+def scored(fitted, X, y, options):
+    scores = fitted.score_examples(X, y, **options)
     return np.max(joined(scores))
 
 
-def predicted(own, X, y, options):
-    outputs = joined(own.predict(X, **options))
+def predicted(fitted, X, y, options):
+    outputs = joined(fitted.predict(X, **options))
     return np.abs(np.sort(outputs) - np.sort(Y)).max()  # an export shuffles its rows
 
 
-def loaded(own, X, y, options):
-    own.save("memory://named-columns")
+def loaded(fitted, X, y, options):
+    fitted.save("memory://named-columns")
     again = daskdl.Trainer.load("memory://named-columns", model=sums, client=False)
     return evaluated(again, X, y, options)
 
@@ -174,13 +174,13 @@ class TestAfterAFit:
     def test_columns_in_another_order_are_those_of_their_names(
         self, kind, method, tmp_path
     ):
-        X, y, options = made(kind, in_parts(OTHER), tmp_path)
+        X, y, options = data_of(kind, in_parts(OTHER), tmp_path)
 
         assert method(trained(), X, y, options) < 1e-3
 
     def test_other_columns_are_refused_by_name(self, kind, method, tmp_path):
         renamed = OTHER.rename(columns={"a": "z"})
-        X, y, options = made(kind, in_parts(renamed), tmp_path)
+        X, y, options = data_of(kind, in_parts(renamed), tmp_path)
 
         with pytest.raises(
             daskdl.DataError,
@@ -197,14 +197,14 @@ def unlike_parts():
 @pytest.mark.parametrize("kind", PARTS)
 class TestPartsThatDiffer:
     def test_are_trained_on_by_name(self, kind, tmp_path):
-        X, y, options = made(kind, unlike_parts(), tmp_path)
-        own = trainer()
+        X, y, options = data_of(kind, unlike_parts(), tmp_path)
+        fitted = trainer()
 
-        assert own.fit(X, y, **options)[-1]["loss"] < 1e-3
-        assert own.feature_names_in_ == ("a", "b", "c")
+        assert fitted.fit(X, y, **options)[-1]["loss"] < 1e-3
+        assert fitted.feature_names_in_ == ("a", "b", "c")
 
     def test_are_exported_by_name(self, kind, tmp_path):
-        X, y, options = made(kind, unlike_parts(), tmp_path)
+        X, y, options = data_of(kind, unlike_parts(), tmp_path)
         if options:
             X = daskdl.data.files(X, options["loader"])
 
@@ -214,7 +214,7 @@ class TestPartsThatDiffer:
         assert trained().evaluate(str(tmp_path / "packed"))["loss"] < 1e-3
 
     def test_are_normalized_by_name(self, kind, tmp_path):
-        X, y, options = made(kind, unlike_parts(), tmp_path)
+        X, y, options = data_of(kind, unlike_parts(), tmp_path)
 
         fitted = MinMax().fit(X, y, client=False, **options)
 
@@ -222,7 +222,7 @@ class TestPartsThatDiffer:
         assert fitted.columns == {"X": ("a", "b", "c")}
 
     def test_are_predicted_by_name_without_a_trainer(self, kind, tmp_path):
-        X, _, options = made(kind, unlike_parts(), tmp_path)
+        X, _, options = data_of(kind, unlike_parts(), tmp_path)
 
         outputs = daskdl.predict(sums(), X, client=False, **options)
 
@@ -231,7 +231,7 @@ class TestPartsThatDiffer:
     def test_are_refused_if_a_column_is_missing(self, kind, tmp_path):
         tables = unlike_parts()
         tables[1] = tables[1][0].rename(columns={"c": "d"}), tables[1][1]
-        X, y, options = made(kind, tables, tmp_path)
+        X, y, options = data_of(kind, tables, tmp_path)
 
         message = r"X of .*1.*missing: 'c'; unexpected: 'd'; rename"
         with pytest.raises(daskdl.DataError, match=message):
@@ -254,12 +254,12 @@ def test_each_table_of_several_inputs_has_its_columns(tree):
         def forward(self, left, right):
             return self.sums(left) - self.sums(right)
 
-    own = daskdl.Trainer(Both, nn.MSELoss(), "sgd", lr=1e-30, client=False)
+    fitted = daskdl.Trainer(Both, nn.MSELoss(), "sgd", lr=1e-30, client=False)
     zeros = np.zeros(len(Y), np.float32)
-    own.fit(tree(FRAME, OTHER[["a", "b", "c"]]), zeros)
+    fitted.fit(tree(FRAME, OTHER[["a", "b", "c"]]), zeros)
 
-    assert own.evaluate(tree(OTHER, FRAME[["b", "c", "a"]]), zeros)["loss"] < 1e-3
-    assert [*own.feature_names_in_.values()] == [("a", "b", "c")] * 2
+    assert fitted.evaluate(tree(OTHER, FRAME[["b", "c", "a"]]), zeros)["loss"] < 1e-3
+    assert [*fitted.feature_names_in_.values()] == [("a", "b", "c")] * 2
 
 
 def test_a_column_may_have_the_name_of_an_attribute_of_tables():
@@ -280,23 +280,23 @@ def test_columns_of_labels_are_matched_by_name():
         def forward(self, x):
             return x * self.scale
 
-    own = daskdl.Trainer(Same, nn.MSELoss(), "sgd", lr=1e-30, client=False)
-    own.fit(FRAME.to_numpy(), FRAME)
+    fitted = daskdl.Trainer(Same, nn.MSELoss(), "sgd", lr=1e-30, client=False)
+    fitted.fit(FRAME.to_numpy(), FRAME)
 
-    assert own.evaluate(FRAME.to_numpy(), OTHER)["loss"] == 0
+    assert fitted.evaluate(FRAME.to_numpy(), OTHER)["loss"] == 0
     with pytest.raises(daskdl.DataError, match=r"y must have .* unexpected: 'z'"):
-        own.evaluate(FRAME.to_numpy(), OTHER.rename(columns={"a": "z"}))
+        fitted.evaluate(FRAME.to_numpy(), OTHER.rename(columns={"a": "z"}))
 
 
 def test_the_names_of_most_parts_are_those_that_count():
     parts, _, _ = delayed_parts(in_parts(OTHER), None)
     renamed = FRAME.rename(columns={"a": "z"})
     parts = [delayed((renamed[CUTS[0]], Y[CUTS[0]])), *parts]
-    own = trainer()
+    fitted = trainer()
 
-    history = own.fit(parts, on_bad_batch="skip")
+    history = fitted.fit(parts, on_bad_batch="skip")
 
-    assert own.feature_names_in_ == ("c", "a", "b")
+    assert fitted.feature_names_in_ == ("c", "a", "b")
     assert history[-1]["examples"] == 24
 
 
@@ -304,13 +304,13 @@ def test_a_normalized_export_keeps_the_names(tmp_path):
     fitted = Standardize().fit(FRAME, client=False)
     url = str(tmp_path / "packed")
     pack(FRAME, Y, url=url, per_file=8, transform=fitted, client=False)
-    own = trainer()
-    own.fit(url)
+    trained = trainer()
+    trained.fit(url)
 
-    assert own.feature_names_in_ == ("a", "b", "c")
-    plain = own.evaluate(FRAME, Y, transform=fitted)
-    assert own.evaluate(url) == pytest.approx(plain)
-    assert own.evaluate(OTHER, Y, transform=fitted) == plain
+    assert trained.feature_names_in_ == ("a", "b", "c")
+    plain = trained.evaluate(FRAME, Y, transform=fitted)
+    assert trained.evaluate(url) == pytest.approx(plain)
+    assert trained.evaluate(OTHER, Y, transform=fitted) == plain
 
 
 def test_an_export_of_a_function_of_the_rows_has_no_names(tmp_path):
@@ -390,10 +390,10 @@ def test_data_without_names_after_a_table_are_taken_by_position_with_a_warning(
     kind, method, tmp_path
 ):
     X, y, options = UNNAMED[kind](FRAME.to_numpy(), Y.to_numpy(), tmp_path / "data")
-    own = trained()
+    fitted = trained()
 
     with pytest.warns(UserWarning, match="X.* has no column names, .* 'a', 'b'"):
-        assert method(own, X, y, options) < 1e-3
+        assert method(fitted, X, y, options) < 1e-3
 
 
 @pytest.mark.parametrize("method", [evaluated, validated, fitted_again, scored])
@@ -401,12 +401,12 @@ def test_data_without_names_after_a_table_are_taken_by_position_with_a_warning(
 def test_tables_after_an_array_are_taken_by_position_with_a_warning(
     kind, method, tmp_path
 ):
-    X, y, options = made(kind, in_parts(FRAME), tmp_path)
-    own = trainer()
-    own.fit(FRAME.to_numpy(), Y)
+    X, y, options = data_of(kind, in_parts(FRAME), tmp_path)
+    fitted = trainer()
+    fitted.fit(FRAME.to_numpy(), Y)
 
     with pytest.warns(UserWarning, match="X.* has the column names 'a', 'b', 'c'"):
-        method(own, X, y, options)
+        method(fitted, X, y, options)
 
 
 def test_validation_without_names_beside_parts_with_names_is_warned_about():
@@ -425,14 +425,14 @@ def test_a_part_without_names_beside_parts_with_names_is_warned_about():
 
 
 def test_a_predictor_warns_of_columns_that_it_takes_by_position():
-    own = trainer()
-    own.fit(FRAME.to_numpy(), Y)
+    fitted = trainer()
+    fitted.fit(FRAME.to_numpy(), Y)
 
     with trained().predictor() as predictor:
         with pytest.warns(UserWarning, match="X has no column names, .* 'a', 'b'"):
             outputs = predictor(FRAME.to_numpy())
         np.testing.assert_allclose(outputs, Y, rtol=1e-6)
-    with own.predictor() as predictor:
+    with fitted.predictor() as predictor:
         with pytest.warns(UserWarning, match="X has the column names 'c', 'a', 'b'"):
             predictor(OTHER)
         predictor(FRAME.to_numpy())
@@ -440,40 +440,40 @@ def test_a_predictor_warns_of_columns_that_it_takes_by_position():
 
 class TestArraysAndTables:
     def test_a_table_after_an_array_is_taken_by_position_with_a_warning(self):
-        own = trainer()
-        own.fit(FRAME.to_numpy(), Y)
+        fitted = trainer()
+        fitted.fit(FRAME.to_numpy(), Y)
 
         with pytest.warns(UserWarning, match="X has the column names 'c', 'a', 'b'"):
-            assert own.evaluate(OTHER, Y)["loss"] > 1
-        assert own.feature_names_in_ is None
+            assert fitted.evaluate(OTHER, Y)["loss"] > 1
+        assert fitted.feature_names_in_ is None
 
     def test_an_array_of_another_width_is_refused(self):
         with pytest.raises(daskdl.DataError, match="must have 3 columns, 'a', 'b', "):
             trained().evaluate(FRAME.to_numpy()[:, :2], Y)
 
     def test_names_are_forgotten_after_a_reset(self):
-        own = trained()
-        own.reset()
+        fitted = trained()
+        fitted.reset()
 
-        own.fit(OTHER.rename(columns=str.upper), Y)
+        fitted.fit(OTHER.rename(columns=str.upper), Y)
 
-        assert own.feature_names_in_ == ("C", "A", "B")
+        assert fitted.feature_names_in_ == ("C", "A", "B")
 
     def test_names_that_are_numbers_are_matched_too(self):
-        own = trainer()
-        own.fit(pd.DataFrame(FRAME.to_numpy()), Y)
+        fitted = trainer()
+        fitted.fit(pd.DataFrame(FRAME.to_numpy()), Y)
 
         table = pd.DataFrame(FRAME.to_numpy())[[2, 0, 1]]
-        assert own.evaluate(table, Y)["loss"] < 1e-3
+        assert fitted.evaluate(table, Y)["loss"] < 1e-3
 
     def test_columns_of_one_name_are_taken_in_the_same_order_only(self):
         twice = FRAME.set_axis(["a", "b", "a"], axis=1)
-        own = trainer()
-        own.fit(twice, Y)
+        fitted = trainer()
+        fitted.fit(twice, Y)
 
-        assert own.evaluate(twice, Y)["loss"] < 1e-3
+        assert fitted.evaluate(twice, Y)["loss"] < 1e-3
         with pytest.raises(daskdl.DataError, match="give each column its own name"):
-            own.evaluate(twice.iloc[:, [0, 2, 1]], Y)
+            fitted.evaluate(twice.iloc[:, [0, 2, 1]], Y)
 
     def test_the_column_of_the_labels_is_named_if_it_is_left_in(self):
         with pytest.raises(daskdl.DataError, match=r"unexpected: 'y'; .*label='y'"):
@@ -483,13 +483,13 @@ class TestArraysAndTables:
 class TestNormalizers:
     def test_a_trainer_takes_the_order_of_its_normalizer(self):
         fitted = Standardize().fit(OTHER, client=False)
-        own, plain = trainer(transform=fitted), trainer(transform=fitted)
+        reordered, plain = trainer(transform=fitted), trainer(transform=fitted)
 
-        own.fit(FRAME, Y)
+        reordered.fit(FRAME, Y)
         plain.fit(OTHER, Y)
 
-        assert own.feature_names_in_ == ("c", "a", "b")
-        assert own.evaluate(FRAME, Y) == plain.evaluate(OTHER, Y)
+        assert reordered.feature_names_in_ == ("c", "a", "b")
+        assert reordered.evaluate(FRAME, Y) == plain.evaluate(OTHER, Y)
 
     def test_it_is_refused_in_another_order_than_that_of_the_model(self):
         fitted = Standardize().fit(OTHER, client=False)
@@ -518,12 +518,12 @@ def test_a_predictor_matches_the_columns_of_tables():
 def test_a_resumed_fit_matches_the_columns_of_its_checkpoint(tmp_path):
     callbacks = [daskdl.Checkpoint(str(tmp_path))]
     trainer(callbacks=callbacks).fit(FRAME, Y, epochs=1)
-    own = trainer()
+    fitted = trainer()
 
-    history = own.fit(OTHER, Y, epochs=2, resume=str(tmp_path))
+    history = fitted.fit(OTHER, Y, epochs=2, resume=str(tmp_path))
 
     assert history[-1]["loss"] < 1e-3
-    assert own.feature_names_in_ == ("a", "b", "c")
+    assert fitted.feature_names_in_ == ("a", "b", "c")
 
 
 class TestClassesOfParts:
@@ -542,39 +542,39 @@ class TestClassesOfParts:
         return daskdl.Trainer(model, "cross_entropy", "sgd", lr=0.01, client=False)
 
     def test_one_dtype_for_all_parts_numbers_the_labels(self):
-        own = self.classifier()
+        classifier = self.classifier()
         shared = pd.CategoricalDtype(["yes", "no"])
 
-        own.fit(self.parts(shared, shared, shared))
+        classifier.fit(self.parts(shared, shared, shared))
 
-        assert own.classes_ == ("yes", "no")
+        assert classifier.classes_ == ("yes", "no")
         table = FRAME.assign(y=pd.Series(self.NAMES).astype(shared))
-        ours = own.evaluate(self.parts(shared, shared, shared))
-        assert ours == pytest.approx(own.evaluate(table, label="y"))
-        scores = joined(own.score_examples(self.parts(shared, shared, shared)))
+        ours = classifier.evaluate(self.parts(shared, shared, shared))
+        assert ours == pytest.approx(classifier.evaluate(table, label="y"))
+        scores = joined(classifier.score_examples(self.parts(shared, shared, shared)))
         np.testing.assert_allclose(
-            scores, own.score_examples(table, label="y"), rtol=1e-5
+            scores, classifier.score_examples(table, label="y"), rtol=1e-5
         )
 
     def test_other_categories_in_a_part_are_refused(self):
         shared = pd.CategoricalDtype(["yes", "no"])
         parts = self.parts(shared, pd.CategoricalDtype(["no", "yes"]), shared)
-        own = self.classifier()
+        classifier = self.classifier()
 
         message = (
             r"y of part 1 .*'no', 'yes', .* before it 'yes', 'no'; .*CategoricalDt"
         )
         with pytest.raises(daskdl.DataError, match=message):
-            own.fit(parts)
+            classifier.fit(parts)
 
     @pytest.mark.parametrize("method", ["evaluate", "score_examples", "fit"])
     def test_later_parts_must_have_the_same_categories(self, method):
-        shared, other = map(pd.CategoricalDtype, (["yes", "no"], ["no", "yes"]))
-        own = self.classifier()
-        own.fit(self.parts(shared, shared, shared))
+        shared, swapped = map(pd.CategoricalDtype, (["yes", "no"], ["no", "yes"]))
+        classifier = self.classifier()
+        classifier.fit(self.parts(shared, shared, shared))
 
         with pytest.raises(daskdl.DataError, match=r"'no', 'yes', .*CategoricalDtype"):
-            joined(getattr(own, method)(self.parts(other, other, other)))
+            joined(getattr(classifier, method)(self.parts(swapped, swapped, swapped)))
 
     @pytest.mark.parametrize("numbered", [0, 2], ids=["first part", "last part"])
     @pytest.mark.parametrize("on_bad_batch", ["raise", "skip"])
@@ -600,9 +600,9 @@ class TestClassesOfParts:
         ids=["as_known", "categorize"],
     )
     def test_known_categories_of_a_dask_frame_are_a_label(self, known):
-        own = self.classifier()
+        classifier = self.classifier()
         table = dd.from_pandas(FRAME.assign(y=self.NAMES), npartitions=3)
 
-        own.fit(known(table), label="y")
+        classifier.fit(known(table), label="y")
 
-        assert own.classes_ == ("no", "yes")
+        assert classifier.classes_ == ("no", "yes")

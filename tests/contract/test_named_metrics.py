@@ -122,8 +122,8 @@ def test_names_of_classes_do_not_keep_the_scores_of_rows():
     from daskdl.evaluation.metric_names import metric_sets
 
     for names, kept in (["accuracy", "f1"], False), (["accuracy", "roc_auc"], True):
-        (own,) = metric_sets(names)
-        collection = own.collection(own.sample(CROSS, SCORES, Y, None))
+        (metric_set,) = metric_sets(names)
+        collection = metric_set.collection(metric_set.sample(CROSS, SCORES, Y, None))
         lists = [
             m for m in collection.values() for s in m._defaults.values() if s == []
         ]
@@ -170,17 +170,17 @@ GIVEN = {
 @pytest.mark.parametrize("case", GIVEN)
 def test_a_function_gets_labels_and_predictions_in_order(case):
     output, y, loss, function, labels, predictions = GIVEN[case]
-    given = []
+    calls = []
 
     @functools.wraps(function)
     def recorded(*both):
-        given.append(both)
+        calls.append(both)
         return len(both[0])
 
     values = evaluate(output, y, recorded, loss)
 
     assert values[function.__name__] == ROWS
-    (both,) = given
+    (both,) = calls
     for got, expected in zip(both, (labels, predictions), strict=True):
         assert got.shape == expected.shape
         np.testing.assert_allclose(got, expected.double(), rtol=1e-5)
@@ -369,10 +369,10 @@ class TestTrainer:
         chances = trainer.predict_proba(X, batch_size=9)
 
         torch.testing.assert_close(chances, expected(trainer.predict(X)))
-        own = trained(lambda output, y: output.mean())
-        own.fit(X, y)
+        fitted = trained(lambda output, y: output.mean())
+        fitted.fit(X, y)
         with pytest.raises(OptionError, match="attribute scale: 'logits'"):
-            own.predict_proba(X)
+            fitted.predict_proba(X)
 
 
 class TestFit:
@@ -391,8 +391,8 @@ class TestFit:
         return trainer
 
     def test_columns_are_what_evaluate_returns(self):
-        given = ["f1", "roc_auc", sk.cohen_kappa_score, MulticlassAccuracy(3)]
-        trainer = self.fitted([*given, "calibration"])
+        metrics = ["f1", "roc_auc", sk.cohen_kappa_score, MulticlassAccuracy(3)]
+        trainer = self.fitted([*metrics, "calibration"])
 
         values = trainer.evaluate(X, Y)
 

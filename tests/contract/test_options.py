@@ -61,8 +61,12 @@ def cases(table):
     """The table with a row for each value."""
     return [
         (option, value, message)
-        for option, given, message in table
-        for value in (given.values if isinstance(given, Each) else (given,))
+        for option, value_or_each, message in table
+        for value in (
+            value_or_each.values
+            if isinstance(value_or_each, Each)
+            else (value_or_each,)
+        )
     ]
 
 

@@ -55,9 +55,9 @@ def test_threads_do_not_share_attributes_of_a_model():
     packed = PackedModel(Remembering())
 
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda x: packed.module()(x), range(2)))
+        outputs = list(threads.map(lambda x: packed.module()(x), range(2)))
 
-    assert found == [0, 1]
+    assert outputs == [0, 1]
 
 
 def test_threads_share_tensors_that_were_prepared_once():
@@ -126,10 +126,10 @@ class HalfImported:
     looks = 0
 
     def __reduce__(self):
-        return (HalfImported.found, ())
+        return (HalfImported.restored, ())
 
     @staticmethod
-    def found():
+    def restored():
         HalfImported.looks += 1
         if HalfImported.looks < 3:
             raise ImportError("cannot import 'x' from partially initialized module 'y'")

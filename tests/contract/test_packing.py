@@ -191,8 +191,8 @@ class TestBothKinds:
 
         for change, variant in variants(content, ("files", "content")):
             Store(url).write(MANIFEST, sealed(variant))
-            found = outcome(lambda: sorted(read(url)))
-            assert found == numbers or url in found, change
+            result = outcome(lambda: sorted(read(url)))
+            assert result == numbers or url in result, change
 
     def test_a_folder_is_known_finished_or_not(self, url, kind):
         make, read, _ = kind
@@ -371,8 +371,8 @@ class TestInterrupted:
             shutil.rmtree(broken, ignore_errors=True)
             shutil.copytree(url, broken)
             (broken / ".unfinished" / name).write_text(json.dumps(variant))
-            found = outcome(lambda: make(broken, **options) and sorted(read(broken)))
-            assert found == [*range(9 if rows else 5)] or str(broken) in found, change
+            result = outcome(lambda: make(broken, **options) and sorted(read(broken)))
+            assert result == [*range(9 if rows else 5)] or str(broken) in result, change
 
 
 class TestFinished:

@@ -73,32 +73,32 @@ class Fetching:
 @pytest.fixture
 def worker_store(monkeypatch):
     """Makes stores with a fetcher of the test's own; closes them."""
-    made = []
+    stores = []
 
     def make(rows, channel, *, held=(), sources=None, timeouts=TIMEOUTS):
         monkeypatch.setattr(
             "daskdl.training.data_feed.Fetcher", lambda timeout_s: Fetching(rows, held)
         )
-        made.append(WorkerStore(sources or {}, channel, timeouts, 1))
-        return made[-1]
+        stores.append(WorkerStore(sources or {}, channel, timeouts, 1))
+        return stores[-1]
 
     yield make
-    for store in made:
+    for store in stores:
         store.close()
 
 
 @pytest.fixture
 def local_store():
     """Makes stores of this process; closes them."""
-    made = []
+    stores = []
 
     def make(source, channel=None, threads=1, timeouts=TIMEOUTS):
-        own = channel or Channel()
-        made.append(LocalStore({"train": source}, own, timeouts, threads))
-        return made[-1]
+        usual_channel = channel or Channel()
+        stores.append(LocalStore({"train": source}, usual_channel, timeouts, threads))
+        return stores[-1]
 
     yield make
-    for store in made:
+    for store in stores:
         store.close()
 
 

@@ -56,9 +56,9 @@ class Cluster:
             if worker in self.hanging:
                 await asyncio.Event().wait()
             self.sent.append((worker, data))
-        made = {key: Sent(key, self.released) for key in data}
-        self.futures |= made
-        return made
+        futures = {key: Sent(key, self.released) for key in data}
+        self.futures |= futures
+        return futures
 
     def as_current(self):
         return contextlib.nullcontext()

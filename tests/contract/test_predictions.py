@@ -190,21 +190,21 @@ class TestInMemory:
 
 
 def test_outputs_are_lazy_and_several_are_computed_in_one_pass():
-    made = []
+    rows_seen = []
 
     def note(block):
-        made.append(len(block))
+        rows_seen.append(len(block))
         return block
 
     data = lazy().map_blocks(note, dtype=X.dtype, meta=X[:0])
     outputs = predict(Both(), data)
-    assert made == []
+    assert rows_seen == []
     assert outputs["sum"][6:].compute().tolist() == SUMS[6:]
-    assert made == [1]
+    assert rows_seen == [1]
 
     dask.compute(outputs)
 
-    assert sorted(made) == [1, 1, 3, 3]
+    assert sorted(rows_seen) == [1, 1, 3, 3]
 
 
 class TestTables:
@@ -234,10 +234,10 @@ class TestTables:
         )
         trainer.model_, trainer.classes_ = nn.Identity(), classes
 
-        found = trainer.predict(table())
+        outputs = trainer.predict(table())
 
-        assert list(found.columns) == list(found.compute().columns) == columns
-        assert found.compute().to_numpy().tolist() == X.tolist()
+        assert list(outputs.columns) == list(outputs.compute().columns) == columns
+        assert outputs.compute().to_numpy().tolist() == X.tolist()
 
     def test_outputs_with_more_than_two_dimensions_are_refused(self):
         with pytest.raises(ModelError, match=r"shape \(1, 2\) for each row, which doe"):
@@ -297,13 +297,15 @@ NOT_KEYED = [ZEROS, (ZEROS, 1), (ZEROS, np.zeros(1)), (3, 1), (1.5, 2)]
 class TestKeys:
     @pytest.mark.parametrize("example", [*KEYED, *NOT_KEYED], ids=repr)
     def test_the_first_example_tells_whether_there_are_keys(self, example):
-        (found,) = predict(nn.Identity(), bag_of([example], 1))
+        (output,) = predict(nn.Identity(), bag_of([example], 1))
 
-        key, x = example if any(example is one for one in KEYED) else (None, example)
+        key, x = (
+            example if any(example is keyed for keyed in KEYED) else (None, example)
+        )
         if key is not None:
-            own, found = found
-            assert (own, type(own)) == (key, type(key))
-        assert np.array_equal(found, x[0] if isinstance(x, tuple) else x)
+            output_key, output = output
+            assert (output_key, type(output_key)) == (key, type(key))
+        assert np.array_equal(output, x[0] if isinstance(x, tuple) else x)
 
     @pytest.mark.parametrize(
         ("keyed", "expected"),
@@ -373,14 +375,14 @@ class TestFiles:
         images = image_folder(tmp_path, seed=1, files_per_part=4)
 
         bag = predict(nn.Flatten(), images, keyed=True)
-        found = bag.compute()
+        pairs = bag.compute()
 
         assert bag.npartitions == 2
-        assert [url for url, _ in found] == [
+        assert [url for url, _ in pairs] == [
             f"{tmp_path}/{path}" for path in images.paths
         ]
         np.testing.assert_array_equal(
-            [output for _, output in found], predict(nn.Flatten(), images)
+            [output for _, output in pairs], predict(nn.Flatten(), images)
         )
 
 
@@ -407,9 +409,9 @@ class TestPostprocess:
         model = nn.Linear(2, 2)
         nn.init.eye_(model.weight), nn.init.zeros_(model.bias)
 
-        found = predict(model, data, transform=transform, postprocess=postprocess)
+        predicted = predict(model, data, transform=transform, postprocess=postprocess)
 
-        assert np.asarray(found).tolist() == (2 * X + 1).tolist()
+        assert np.asarray(predicted).tolist() == (2 * X + 1).tolist()
 
     @MEMORY_AND_DASK
     def test_its_errors_name_the_part(self, data):
@@ -443,7 +445,7 @@ Named = namedtuple("Named", ["sum", "double"])
 
 
 @pytest.mark.parametrize(
-    ("made", "output"),
+    ("structure", "output"),
     [
         (dict, "double"),
         (dict, 1),
@@ -455,23 +457,23 @@ Named = namedtuple("Named", ["sum", "double"])
     ],
 )
 class TestOneOfSeveralOutputs:
-    def test_is_chosen_by_name_or_position(self, made, output):
-        model = Several(made)
+    def test_is_chosen_by_name_or_position(self, structure, output):
+        model = Several(structure)
 
         assert np.array_equal(predict(model, X, output=output), 2 * X)
-        found = predict(model, lazy(), output=output, postprocess=lambda x: x + 1)
-        assert np.array_equal(found.compute(), 2 * X + 1)
+        outputs = predict(model, lazy(), output=output, postprocess=lambda x: x + 1)
+        assert np.array_equal(outputs.compute(), 2 * X + 1)
         with daskdl.Predictor(model, output=output, client=False) as predictor:
             assert np.array_equal(predictor(X), 2 * X)
 
 
 class Several(nn.Module):
-    def __init__(self, made):
+    def __init__(self, structure):
         super().__init__()
-        self.made = made
+        self.structure = structure
 
     def forward(self, x):
-        return self.made(sum=x.sum(dim=1), double=2 * x)
+        return self.structure(sum=x.sum(dim=1), double=2 * x)
 
 
 @pytest.mark.parametrize(

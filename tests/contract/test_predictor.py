@@ -151,17 +151,17 @@ def test_the_predictor_of_a_trainer_answers_as_the_trainer_predicts():
 
 
 def test_a_swapped_model_may_have_other_shapes(model):
-    other = nn.Linear(4, 7)
+    wider = nn.Linear(4, 7)
 
     with here(model) as predictor:
         predictor(X[:1])
-        predictor.swap(other)
+        predictor.swap(wider)
         outputs = [predictor(X[:2]) for _ in range(4)]
         with pytest.raises(ModelError, match=r"model must be a torch.nn.Module"):
             predictor.swap("other")
 
     for output in outputs:
-        np.testing.assert_allclose(output, outputs_of(other, X[:2]), **CLOSE)
+        np.testing.assert_allclose(output, outputs_of(wider, X[:2]), **CLOSE)
 
 
 # ---- busy and late
@@ -259,8 +259,8 @@ def test_a_call_ends_when_the_event_loop_of_its_client_stops(address, ask):
     loop = asyncio.new_event_loop()
     with ThreadPoolExecutor(2) as threads:
         threads.submit(loop.run_forever)
-        own = asyncio.run_coroutine_threadsafe(running_loop(), loop).result(WITHIN_S)
-        client = Client(address, loop=own, set_as_default=False)
+        result = asyncio.run_coroutine_threadsafe(running_loop(), loop).result(WITHIN_S)
+        client = Client(address, loop=result, set_as_default=False)
         predictor = Predictor(Gated(), client=client)
         asked = threads.submit(ask, predictor, None)
         assert ASKED.wait(WITHIN_S)
@@ -360,7 +360,7 @@ class Facts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "joined"),
+    ("first", "second", "joined"),
     [
         (X[:2], torch.from_numpy(X[:2]), True),
         ({"a": X[:2], "b": X[:2]}, {"a": X[:2], "b": X[:2]}, True),
@@ -370,9 +370,9 @@ class Facts(nn.Module):
     ],
     ids=["tensor", "dict", "shape", "dtype", "names"],
 )
-def test_calls_of_one_structure_shape_and_dtype_share_a_batch(one, other, joined):
+def test_calls_of_one_structure_shape_and_dtype_share_a_batch(first, second, joined):
     with here(Facts(), replicas=1, batch_limit=4, wait_ms=20) as predictor:
-        answers = [predictor.submit(x) for x in (one, other)]
+        answers = [predictor.submit(x) for x in (first, second)]
 
         rows = [int(answer.result(WITHIN_S)[0, 0]) for answer in answers]
 

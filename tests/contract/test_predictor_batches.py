@@ -47,7 +47,7 @@ class TestBatches:
             desk.call(1, 2, 3), desk.call(4, 5)  # too many rows for one batch
             assert (await desk.asked()).values == [1, 2, 3]
             await turns()
-            assert desk.host.made[0].asked.empty()
+            assert desk.host.replicas[0].asked.empty()
 
     @pytest.mark.parametrize(("wait_s", "rows"), [(0.001, [1]), (LONG_S, [1, 2, 3, 4])])
     async def test_a_batch_waits_for_more_rows_no_longer_than_wait_s(
@@ -57,7 +57,7 @@ class TestBatches:
             desk.call(1)
             if wait_s == LONG_S:
                 await turns()
-                assert desk.host.made[0].asked.empty()
+                assert desk.host.replicas[0].asked.empty()
                 desk.call(2, 3, 4)
 
             assert (await desk.asked()).values == rows
@@ -114,7 +114,7 @@ class TestBatches:
                 desk.call(value)
             first = await desk.asked(0)
             for value in range(4, 8):
-                assert desk.host.made[1].asked.empty()
+                assert desk.host.replicas[1].asked.empty()
                 desk.call(value)
                 await asyncio.sleep(0.001)
 
@@ -146,14 +146,14 @@ class TestBatches:
             ahead = await desk.asked()
             await turns()
             assert ahead.values == [1, 2, 3, 4]
-            assert desk.host.made[0].asked.empty()
+            assert desk.host.replicas[0].asked.empty()
 
             first.answer()
             next_one = await desk.asked()
             ahead.answer()
             await turns()
             assert next_one.values == [5, 6, 7, 8]
-            assert desk.host.made[0].asked.empty()  # the rest is not a full batch
+            assert desk.host.replicas[0].asked.empty()  # the rest is not a full batch
             next_one.answer()
 
             assert (await desk.asked()).values == [9, 10]
@@ -199,7 +199,7 @@ class TestFailures:
         async with serving("a", wait_s=LONG_S) as desk:
             bad, *others = [desk.call(value) for value in (666, 1, 2, 3)]
             replica, fatal = 0, []
-            while not (bad.done() and all(other.done() for other in others)):
+            while not (bad.done() and all(call.done() for call in others)):
                 batch = await desk.asked(replica)
                 if 666 not in batch.values:
                     batch.answer()
@@ -215,7 +215,7 @@ class TestFailures:
                 ReplicaError, match="4 times, last error: connection lost"
             ):
                 await values(bad)
-            assert [await values(other) for other in others] == [[10], [20], [30]]
+            assert [await values(call) for call in others] == [[10], [20], [30]]
             assert fatal == [[666, 1, 2, 3], [666, 1, 2, 3], [666], [666]]
 
     async def test_without_a_replica_calls_wait_for_rejoin_and_then_fail(self):
@@ -258,15 +258,17 @@ STEPS = st.lists(
 def test_every_call_leaves_once_in_order_with_its_kind_within_the_limit(steps):
     queue, now = BatchQueue(4, 2.0, 200), 0.0
     came, left = [], []
-    for verb, one, other in steps:
+    for verb, *arguments in steps:
         if verb == "add":
-            queue.admit(one)
-            call = Call(np.zeros(one), one, other, tensors=False, came=now)
+            rows, kind = arguments
+            queue.admit(rows)
+            call = Call(np.zeros(rows), rows, kind, tensors=False, came=now)
             came.append(call)
             queue.add(call)
             continue
-        now += other
-        batch = queue.take(math.inf if one else now)
+        at_once, elapsed_s = arguments
+        now += elapsed_s
+        batch = queue.take(math.inf if at_once else now)
         assert sum(call.rows for call in batch) <= 4
         assert len({call.kind for call in batch}) <= 1
         left += batch
@@ -274,8 +276,8 @@ def test_every_call_leaves_once_in_order_with_its_kind_within_the_limit(steps):
         left += batch
 
     for kind in "ab":
-        own = [call for call in came if call.kind == kind]
-        assert [call for call in left if call.kind == kind] == own
+        of_kind = [call for call in came if call.kind == kind]
+        assert [call for call in left if call.kind == kind] == of_kind
     queue.admit(200)
 
 
@@ -339,7 +341,9 @@ class TestReplicas:
             async with serving():
                 pass
 
-        assert [one for one in host[0].log if one[0] == "close"] == [("close", "a")]
+        assert [event for event in host[0].log if event[0] == "close"] == [
+            ("close", "a")
+        ]
 
     async def test_closing_closes_a_replica_that_is_being_started(self):
         async with serving("a", "b") as desk:

@@ -100,10 +100,10 @@ def test_the_reference_lists_the_columns(heading, columns):
 
 def written(strategy):
     """A strategy as a user would write it."""
-    own = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}
+    options = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}
     usual = type(strategy)()
-    given = [f"{k}={v!r}" for k, v in own.items() if v != getattr(usual, k)]
-    return f"{type(strategy).__name__}({', '.join(given)})"
+    changed = [f"{k}={v!r}" for k, v in options.items() if v != getattr(usual, k)]
+    return f"{type(strategy).__name__}({', '.join(changed)})"
 
 
 def defaults_of(fields):
@@ -149,10 +149,10 @@ def test_the_page_of_options_says_which_options_other_methods_have(method, headi
     rows = table("options.md", "Fit")
 
     also = {name for name, cells in rows.items() if f"`{method}`" in cells[-1]}
-    own = table("options.md", heading)
-    defaults = {name: cells[0].strip("`") for name, cells in own.items()}
+    options = table("options.md", heading)
+    defaults = {name: cells[0].strip("`") for name, cells in options.items()}
     arguments = arguments_of(getattr(daskdl.Trainer, method))
-    assert also | set(own) == set(arguments)
+    assert also | set(options) == set(arguments)
     assert defaults.items() <= arguments.items()
 
 
@@ -175,17 +175,17 @@ def test_the_page_on_inference_lists_the_options_of_a_predictor():
 
 def test_the_page_of_options_lists_the_configuration():
     (file,) = dask.config.collect_yaml([str(FILE)])
-    own = file["daskdl"]
+    configuration = file["daskdl"]
     timeouts = {
         f"daskdl.timeouts.{name}": re.sub(r"(?<=\d)s$", " s", value)
-        for name, value in own["timeouts"].items()
+        for name, value in configuration["timeouts"].items()
     }
-    folders = {f"daskdl.export.{name}": "null" for name in own["export"]}
+    folders = {f"daskdl.export.{name}": "null" for name in configuration["export"]}
 
     listed = [table("options.md", h) for h in ("Timeouts", "Temporary packed files")]
 
-    assert own.keys() == {"timeouts", "export"}
-    assert {*own["export"].values()} == {None}
+    assert configuration.keys() == {"timeouts", "export"}
+    assert {*configuration["export"].values()} == {None}
     assert [{n: c[0].strip("`") for n, c in rows.items()} for rows in listed] == [
         timeouts,
         folders,

@@ -31,13 +31,13 @@ class Peers:
         self.loop = SimpleNamespace(time=lambda: self.now)
         self.now = 0.0
         self.requests = []  # replica, and the updates of replica 1 requested of it
-        self.given = []  # messages in the answers
+        self.answered = []  # messages in the answers
         self.taken = []
 
     async def ask(self, worker, operation, *, replica, origin, sequences, **fields):
         assert (worker, operation, origin) == (f"on {replica}", "daskdl_repair", 1)
         self.requests.append((replica, sequences))
-        return {"status": "ok", "messages": self.given}
+        return {"status": "ok", "messages": self.answered}
 
     async def at(self, now):
         """The requests up to a time."""
@@ -131,8 +131,8 @@ async def test_an_announced_update_is_missed_without_a_later_update(inbox, peers
 @with_repairs
 async def test_only_updates_of_the_origin_are_taken_from_an_answer(inbox, peers):
     updates = [sparse(1, 2, [1]), sparse(1, 4, [1]), sparse(2, 1, [1])]
-    peers.given = [item_of(update).to_wire() for update in updates]
-    peers.given.append(control(MessageKind.STOP, 1).to_wire())
+    peers.answered = [item_of(update).to_wire() for update in updates]
+    peers.answered.append(control(MessageKind.STOP, 1).to_wire())
     await peers.at(MISSING_AFTER_S)
 
     assert peers.taken == [(1, 2), (1, 4)]

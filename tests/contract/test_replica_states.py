@@ -21,8 +21,8 @@ class Moments:
     def __init__(self, *counts):
         self.counts = counts
 
-    def __eq__(self, other):
-        return self.counts == other.counts
+    def __eq__(self, _):
+        return self.counts == _.counts
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_later_changes_do_not_arrive():
 
 
 @pytest.mark.parametrize(
-    ("common", "own", "message"),
+    ("common", "per_replica", "message"),
     [
         ({}, {"steps": 1}, r"^common.json: its state.grid is missing$"),
         ({"grid": 0.5}, {}, r"^replica-3.json: its state.steps is missing$"),
@@ -88,8 +88,8 @@ def test_later_changes_do_not_arrive():
         ({"grid": 0.5}, {"steps": 1}, r"^common.json, replica-3.json: optimizer is m"),
     ],
 )
-def test_a_damaged_part_is_named(common, own, message):
-    part = LoadedPart(own, "replica-3.json")
+def test_a_damaged_part_is_named(common, per_replica, message):
+    part = LoadedPart(per_replica, "replica-3.json")
     start = StartState("model", LoadedPart(common, "common.json"), part, [part])
 
     with pytest.raises(SaveError, match=message):

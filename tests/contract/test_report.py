@@ -70,9 +70,9 @@ def page_of(history, folder):
     return Page(path.read_text())
 
 
-def row(epoch, **own):
+def row(epoch, **columns):
     usual = dict.fromkeys(COLUMNS, 0) | {"epoch": epoch, "loss": 1 / (epoch + 1)}
-    return usual | {"seconds": 2.0, "examples": 100, "sent_bytes": 50} | own
+    return usual | {"seconds": 2.0, "examples": 100, "sent_bytes": 50} | columns
 
 
 def spans_of(replicas, count, activities=("compute", "exchange", "data")):
@@ -128,7 +128,7 @@ def test_the_script_draws_the_spans_of_each_replica(tmp_path):
     data = page_of(full(), tmp_path).data
 
     assert data["names"] == ["compute", "exchange", "data"]
-    assert [own["replica"] for own in data["rows"]] == [0, 1]
+    assert [timeline_row["replica"] for timeline_row in data["rows"]] == [0, 1]
     assert data["rows"][0]["spans"][2] == [2.0, 3.0, 0, 0.333, 1, 0.333, 2, 0.333]
 
 
@@ -164,11 +164,11 @@ def test_nothing_in_it_is_taken_for_markup(tmp_path):
     assert page.tables["Layers"][1][0] == evil
 
 
-def with_layers(names, steps=3, **own):
+def with_layers(names, steps=3, **columns):
     history = full()
     history.layers = LayerTable(names)
     history.layers.extend(
-        (step, layer_row(10 * step, replica, layer, **own))
+        (step, layer_row(10 * step, replica, layer, **columns))
         for replica in range(2)
         for step in range(1, steps + 1)
         for layer in range(len(names))
@@ -189,7 +189,9 @@ def test_layers_have_lines_and_histograms(tmp_path):
     for title in ("log10 of update norm / parameter norm", "norm of the gradient"):
         assert f"{title} by step 0.weight0.bias" in text
     assert "Step 30 of replica 0:" in text
-    bins = [own for tag, own in page.tags if own.get("class") == "bins"]
+    bins = [
+        attributes for tag, attributes in page.tags if attributes.get("class") == "bins"
+    ]
     assert len(bins) == 2 * 3
     assert "Layers" not in page_of(full(), tmp_path).text
 
@@ -199,7 +201,7 @@ def test_a_chart_without_residuals_and_counts_that_are_all_zero_is_left_out(tmp_
 
     assert "norm of the residual" not in page.text["Layers"]
     assert "log10" not in page.text["Layers"]
-    drawn = [own["d"] for tag, own in page.tags if tag == "path"]
+    drawn = [attributes["d"] for tag, attributes in page.tags if tag == "path"]
     assert not any("nan" in path or "inf" in path for path in drawn)
 
 
@@ -208,7 +210,7 @@ def test_many_layers_have_a_table_of_the_first(tmp_path):
 
     assert len(page.tables["Layers"]) == 1 + 200
     assert "Step 30 of replica 0, 200 of 300 layers:" in page.text["Layers"]
-    names = [own for tag, own in page.tags if tag == "title"]
+    names = [attributes for tag, attributes in page.tags if tag == "title"]
     assert len(names) >= 2 * 300
 
 
@@ -237,7 +239,7 @@ def test_values_that_are_not_finite_have_a_place_in_tables_only(tmp_path):
     page = page_of(History(rows), tmp_path)
 
     assert [cells[1] for cells in page.tables["Epochs"][1:]] == ["-", "inf"]
-    drawn = [own["d"] for tag, own in page.tags if tag == "path"]
+    drawn = [attributes["d"] for tag, attributes in page.tags if tag == "path"]
     assert drawn
     assert not any("nan" in path or "inf" in path for path in drawn)
 
@@ -253,7 +255,9 @@ def test_a_long_run_of_many_replicas_has_a_file_of_a_few_megabytes(tmp_path):
     assert (tmp_path / "run.html").stat().st_size < 4e6
     assert len(page.tables["Epochs, 201 of 10000"]) == 1 + 201
     assert len(page.data["rows"]) == 32
-    assert sum(len(own["spans"]) for own in page.data["rows"]) <= 32_768
+    assert (
+        sum(len(timeline_row["spans"]) for timeline_row in page.data["rows"]) <= 32_768
+    )
     seconds = {name: cells[0] for name, *cells in page.tables["Where the time went"]}
     assert seconds["compute"] == "16,000.000"
 

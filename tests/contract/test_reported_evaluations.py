@@ -31,7 +31,7 @@ NAMES = ["cat", "dog", "owl", "yak"]
 
 def evaluation_of(output, y, *metrics, **facts):
     sample = sample_of(output, y, **facts)
-    sections = [section_of(one, sample, output, y) for one in metrics]
+    sections = [section_of(metric, sample, output, y) for metric in metrics]
     return Evaluation({"loss": 0.25}, sections)
 
 
@@ -174,9 +174,11 @@ class TestReport:
         ],
     )
     def test_names_given_to_a_preset_replace_those_of_the_data(self, metrics, y):
-        own = evaluation_of(torch.eye(2) + 0.5, y, metrics, classes=["other", "names"])
+        evaluation = evaluation_of(
+            torch.eye(2) + 0.5, y, metrics, classes=["other", "names"]
+        )
 
-        assert own.sections[0].names == ("a", "b")
+        assert evaluation.sections[0].names == ("a", "b")
 
     def test_of_many_classes_those_with_the_lowest_f1_are_shown(self):
         def many(count):
@@ -226,10 +228,10 @@ class TestReport:
 class TestTable:
     def test_it_has_a_row_for_each_class(self):
         table = classified(CalibrationMetrics(), classes=NAMES).to_pandas()
-        other = CalibrationMetrics(classes=["w", "x", "y", "z"])  # of other classes
+        renamed = CalibrationMetrics(classes=["w", "x", "y", "z"])  # of other classes
 
         assert list(table.index) == NAMES
-        assert "ece_per_class" not in classified(other, classes=NAMES).to_pandas()
+        assert "ece_per_class" not in classified(renamed, classes=NAMES).to_pandas()
         assert table["support"].tolist() == [2, 1, 1, 0]
         assert table.loc["dog", "f1_per_class"] == 1.0
         assert "ece_per_class" in table
@@ -244,8 +246,8 @@ class TestTable:
         assert alone.to_dict("records") == [{"loss": 0.5, "accuracy": 0.25}]
 
     def test_own_metrics_are_one_row_whatever_their_names(self):
-        own = {"f1_per_class": np.ones(3), "r2_per_column": 0.5, "count": 7}
-        evaluation = Evaluation({"loss": 0.25}, [user_metrics(own)])
+        values = {"f1_per_class": np.ones(3), "r2_per_column": 0.5, "count": 7}
+        evaluation = Evaluation({"loss": 0.25}, [user_metrics(values)])
 
         table = evaluation.to_pandas()
 

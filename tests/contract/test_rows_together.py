@@ -67,9 +67,9 @@ def _keyed(kind, tmp_path):
 @pytest.mark.parametrize("kind", [*FRAMES, *ARRAYS])
 class TestKeys:
     def test_scores_have_the_keys_of_their_rows(self, kind, tmp_path):
-        own, key = _keyed(kind, tmp_path)
+        data, key = _keyed(kind, tmp_path)
 
-        scores = trainer().score_examples(*own, key=key).compute(scheduler="sync")
+        scores = trainer().score_examples(*data, key=key).compute(scheduler="sync")
 
         assert len(scores) >= 30
         assert rows_of_scores(scores) == pytest.approx(scores.index.to_numpy())
@@ -87,7 +87,7 @@ def test_keys_of_examples_are_of_the_computation_that_is_scored():
 
 @pytest.mark.parametrize("kind", FRAMES)
 def test_predictions_have_the_index_of_their_rows(kind, tmp_path):
-    table = FRAMES[kind](tmp_path).map_partitions(lambda own: own.set_index("id"))
+    table = FRAMES[kind](tmp_path).map_partitions(lambda table: table.set_index("id"))
 
     outputs = trainer().predict(table[["a"]]).compute(scheduler="sync")
 

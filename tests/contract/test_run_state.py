@@ -301,7 +301,7 @@ def test_a_report_has_the_work_in_all_phases_of_replicas_without_a_payload():
 
     [departed] = barrier.counted["departed"]
     assert departed == {"train": trained(2.0, 2), "validation": SCORED}
-    [event] = [one for one in state.take_events() if one["kind"] == "report"]
+    [event] = [event for event in state.take_events() if event["kind"] == "report"]
     assert event["departed"] == [departed]
     assert state.report == {
         "payloads": [[0, "of 0"], [1, "of 1"]],
@@ -375,7 +375,7 @@ def test_a_sync_interval_ends_after_its_time_and_the_next_one_begins_anew():
     finish(state, 1, second)
     assert state.can_lease(0, "train", 0)
     remaining = take(state, 0).remaining
-    assert sum(one.rows for work in remaining for one in work.ranges) == 2
+    assert sum(piece.rows for work in remaining for piece in work.ranges) == 2
 
     arrive(state, "pause", 0, 1, kind=BarrierKind.SYNC)
     state.give_back(0, "train", 0, [], 65.0)  # the first request of the interval
@@ -404,7 +404,7 @@ def test_a_plan_and_its_sync_point_survive_the_wire():
     def sent(value):
         """As msgpack leaves it: tuples become lists."""
         if isinstance(value, dict):
-            return {key: sent(one) for key, one in value.items()}
+            return {key: sent(inner) for key, inner in value.items()}
         return [*map(sent, value)] if isinstance(value, list | tuple) else value
 
     assert read(sent(sync_point.to_wire()), SyncPoint) == sync_point
@@ -423,8 +423,8 @@ def newcomer(state):
 
 
 def acknowledge(state, replica, sequence, generation, adopted_at=0, received=()):
-    own = PeerProgress(1, sequence)
-    state.acknowledge(replica, own, generation, adopted_at, dict(received))
+    progress = PeerProgress(1, sequence)
+    state.acknowledge(replica, progress, generation, adopted_at, dict(received))
 
 
 def test_every_join_and_loss_changes_the_membership_of_all():
@@ -644,13 +644,18 @@ def test_a_description_says_who_waits_at_a_barrier_for_whom():
     arrive(state, "a", 1, 2)
     state.lose(2, "it died", now=101.0)
 
-    found = state.describe(now=103.0)
+    described = state.describe(now=103.0)
 
-    assert (found["epoch"], found["rows"], found["stopped"]) == (0, 4, None)
-    assert found["barriers"] == [[[1, 2], [0]]]
+    assert (described["epoch"], described["rows"], described["stopped"]) == (0, 4, None)
+    assert described["barriers"] == [[[1, 2], [0]]]
     short = {
-        one["replica"]: (one["phase"], one["step"], one["silent_s"], one["rows"])
-        for one in found["replicas"]
+        replica["replica"]: (
+            replica["phase"],
+            replica["step"],
+            replica["silent_s"],
+            replica["rows"],
+        )
+        for replica in described["replicas"]
     }
     assert short == {
         0: ("training", 0, 3.0, lease.rows),

@@ -114,8 +114,8 @@ def stepped(optimizer):
     return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
-def back(one, url, optimizer=True, trusted=("tests",), **passed):
-    save(one, str(url), optimizer)
+def back(saved, url, optimizer=True, trusted=("tests",), **passed):
+    save(saved, str(url), optimizer)
     return load(str(url), passed, trusted)
 
 
@@ -132,10 +132,10 @@ def change(folder, steps, wrong):
     tamper(folder, put)
 
 
-def check_goes_on(loaded, one):
-    for name, tensor in one.model.state_dict().items():
+def check_goes_on(loaded, saved):
+    for name, tensor in saved.model.state_dict().items():
         assert torch.equal(loaded.model.state_dict()[name], tensor), name
-    ours, theirs = one.fit_state.optimizer, loaded.fit_state.optimizer
+    ours, theirs = saved.fit_state.optimizer, loaded.fit_state.optimizer
     groups = theirs.optimizer.state_dict()["param_groups"]
     assert groups == ours.optimizer.state_dict()["param_groups"]
     assert theirs.initial == ours.initial
@@ -148,21 +148,21 @@ def check_goes_on(loaded, one):
 
 
 def test_all_state_is_restored_and_can_be_saved_again(tmp_path):
-    one = fitted(scheduler=stepped)
-    one.history.stopping = Stopping("loss", "target", "", {0: 2.0}, 0, 2.0, True)
+    saved = fitted(scheduler=stepped)
+    saved.history.stopping = Stopping("loss", "target", "", {0: 2.0}, 0, 2.0, True)
 
-    for loaded in (back(one, tmp_path), back(back(one, tmp_path), tmp_path)):
-        check_goes_on(loaded, one)
-        assert loaded.fit_state.carried == one.fit_state.carried
+    for loaded in (back(saved, tmp_path), back(back(saved, tmp_path), tmp_path)):
+        check_goes_on(loaded, saved)
+        assert loaded.fit_state.carried == saved.fit_state.carried
         assert (loaded.fit_state.epochs, loaded.fit_state.class_count) == (2, 2)
         assert loaded.classes == ["no", "yes"]
         assert math.isnan(loaded.history[0]["loss"])
         assert loaded.history[0]["waits"] == {"end": 0.5}
-        assert loaded.history.stopping == one.history.stopping
-        assert repr(list(loaded.history.steps)) == repr(list(one.history.steps))
-        assert repr(list(loaded.history.layers)) == repr(list(one.history.layers))
-        assert list(loaded.history.timeline) == list(one.history.timeline)
-        assert loaded.history.run == one.history.run
+        assert loaded.history.stopping == saved.history.stopping
+        assert repr(list(loaded.history.steps)) == repr(list(saved.history.steps))
+        assert repr(list(loaded.history.layers)) == repr(list(saved.history.layers))
+        assert list(loaded.history.timeline) == list(saved.history.timeline)
+        assert loaded.history.run == saved.history.run
     kinds = Counter(path.suffix for path in tmp_path.iterdir())
     assert kinds == {".json": 1, ".safetensors": 3}  # nothing is pickled
 
@@ -208,30 +208,30 @@ def test_classes_of_daskdl_are_saved_without_their_module():
     ],
 )
 def test_arguments_are_restored(tmp_path, name, value):
-    given = torch.device(value) if name == "device" else value
+    argument = torch.device(value) if name == "device" else value
 
-    assert back(fitted(**{name: given}), tmp_path).arguments[name] == value
+    assert back(fitted(**{name: argument}), tmp_path).arguments[name] == value
 
 
 @pytest.mark.parametrize("kind", ["sgd", torch.optim.SGD, OwnSGD])
 def test_a_rate_is_restored_with_its_optimizer(tmp_path, kind):
     loaded = back(fitted(optimizer=kind, lr=0.25), tmp_path)
 
-    made = optimizer_function(*(loaded.arguments[n] for n in ("optimizer", "lr")))
-    assert made([nn.Parameter(torch.zeros(1))]).defaults["lr"] == 0.25
+    make = optimizer_function(*(loaded.arguments[n] for n in ("optimizer", "lr")))
+    assert make([nn.Parameter(torch.zeros(1))]).defaults["lr"] == 0.25
 
 
 @pytest.mark.parametrize("model", [Net, functools.partial(Net, width=6)])
 def test_buffers_frozen_parameters_modes_and_ties_are_restored(tmp_path, model):
-    one, drawn = fitted(model), torch.get_rng_state()
-    one.model.hidden.fill_(7)
-    one.model.cache = torch.ones(3)
-    one.model.tied.bias.requires_grad_(False)
-    one.model.layers[1].eval()
+    saved, drawn = fitted(model), torch.get_rng_state()
+    saved.model.hidden.fill_(7)
+    saved.model.cache = torch.ones(3)
+    saved.model.tied.bias.requires_grad_(False)
+    saved.model.layers[1].eval()
 
-    module = back(one, tmp_path, optimizer=False).model
+    module = back(saved, tmp_path, optimizer=False).model
 
-    for name, tensor in one.model.state_dict().items():
+    for name, tensor in saved.model.state_dict().items():
         assert torch.equal(module.state_dict()[name], tensor), name
     assert module.hidden.tolist() == [7, 7]
     assert module.cache.tolist() == [1, 1, 1]
@@ -261,7 +261,9 @@ OPTIMIZERS = [
     lambda p: torch.optim.Rprop(p, etas=(0.4, 1.3)),
     lambda p: torch.optim.ASGD(p),
     lambda p: torch.optim.Adafactor(p),
-    lambda p: torch.optim.SGD([{"params": [one]} for one in p], lr=0.1, momentum=0.9),
+    lambda p: torch.optim.SGD(
+        [{"params": [parameter]} for parameter in p], lr=0.1, momentum=0.9
+    ),
     lambda p: torch.optim.Adam(
         [{"params": p[::2], "lr": 0.5}, {"params": p[1::2], "weight_decay": 0.1}]
     ),
@@ -284,9 +286,9 @@ class TestSavedWithoutCode:
     """Models are passed here, and nothing is trusted."""
 
     def loaded(self, tmp_path, **options):
-        one = fitted(**options)
-        loaded = back(one, tmp_path, trusted=(), model=layers)
-        check_goes_on(loaded, one)
+        saved = fitted(**options)
+        loaded = back(saved, tmp_path, trusted=(), model=layers)
+        check_goes_on(loaded, saved)
         return loaded.arguments
 
     @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
@@ -305,10 +307,12 @@ class TestSavedWithoutCode:
 
         read = self.loaded(tmp_path, optimizer=make)["optimizer"]
 
-        made, again = make(parameters), read(parameters)
-        assert type(again) is type(made)
-        assert again.defaults == made.defaults
-        for ours, theirs in zip(made.param_groups, again.param_groups, strict=True):
+        optimizer, again = make(parameters), read(parameters)
+        assert type(again) is type(optimizer)
+        assert again.defaults == optimizer.defaults
+        for ours, theirs in zip(
+            optimizer.param_groups, again.param_groups, strict=True
+        ):
             ids = [[*map(id, group.pop("params"))] for group in (ours, theirs)]
             assert ids[0] == ids[1]
             assert ours == theirs
@@ -320,22 +324,22 @@ class TestSavedWithoutCode:
         read = self.loaded(tmp_path, **options)["scheduler"]
 
         optimizers = [OPTIMIZERS[0]([nn.Parameter(torch.zeros(2))]) for _ in range(2)]
-        made, again = make(optimizers[0]), read(optimizers[1])
+        scheduler, again = make(optimizers[0]), read(optimizers[1])
         for step in range(12):
-            for one in (made, again):
-                one.optimizer.step()
-                plateau = isinstance(one, lr_scheduler.ReduceLROnPlateau)
-                one.step(1.0) if plateau else one.step()
-            assert again.get_last_lr() == made.get_last_lr(), step
+            for each in (scheduler, again):
+                each.optimizer.step()
+                plateau = isinstance(each, lr_scheduler.ReduceLROnPlateau)
+                each.step(1.0) if plateau else each.step()
+            assert again.get_last_lr() == scheduler.get_last_lr(), step
 
     def test_a_keras_model(self, tmp_path):
-        one = fitted(lambda: small())
+        saved = fitted(lambda: small())
 
-        loaded = back(one, tmp_path, trusted=())
+        loaded = back(saved, tmp_path, trusted=())
 
-        check_goes_on(loaded, one)
-        assert type(loaded.model) is type(one.model)
-        assert loaded.model.get_config() == one.model.get_config()
+        check_goes_on(loaded, saved)
+        assert type(loaded.model) is type(saved.model)
+        assert loaded.model.get_config() == saved.model.get_config()
 
 
 def test_without_optimizer_state_the_next_fit_starts_with_new_state(tmp_path):
@@ -373,16 +377,16 @@ class Extra(nn.Linear):
 
 
 def with_odd_state():
-    one = fitted()
-    optimizer = one.fit_state.optimizer.optimizer
-    optimizer.state[next(one.model.parameters())]["own"] = object()
-    return one
+    saved = fitted()
+    optimizer = saved.fit_state.optimizer.optimizer
+    optimizer.state[next(saved.model.parameters())]["own"] = object()
+    return saved
 
 
 def with_another_optimizer():
-    one = fitted()
-    one.arguments["optimizer"] = own_optimizer
-    return one
+    saved = fitted()
+    saved.arguments["optimizer"] = own_optimizer
+    return saved
 
 
 @pytest.mark.parametrize(
@@ -400,10 +404,10 @@ def test_state_that_cannot_be_saved_is_refused_by_name(tmp_path, make, message):
 
 
 def test_state_of_a_replaced_scheduler_is_not_saved(tmp_path):
-    one = fitted(scheduler=stepped)
-    one.arguments["scheduler"] = own_scheduler
+    saved = fitted(scheduler=stepped)
+    saved.arguments["scheduler"] = own_scheduler
 
-    assert back(one, tmp_path).fit_state.optimizer.rate.values()["count"] == 0
+    assert back(saved, tmp_path).fit_state.optimizer.rate.values()["count"] == 0
 
 
 @pytest.mark.parametrize(
@@ -454,12 +458,12 @@ def hooked():
     ],
 )
 def test_arguments_that_need_code_are_requested(tmp_path, name, value, why):
-    one = fitted(**{name: value})
-    save(one, tmp_path, True)
+    saved = fitted(**{name: value})
+    save(saved, tmp_path, True)
 
     with pytest.raises(OptionError, match=rf"pass {name} to(.|\n)*- {name}: .*{why}"):
         load(tmp_path, {}, ["tests"])
-    check_goes_on(load(tmp_path, {name: value}, ["tests"]), one)
+    check_goes_on(load(tmp_path, {name: value}, ["tests"]), saved)
 
 
 def test_passed_arguments_replace_saved_ones(tmp_path):
@@ -522,10 +526,10 @@ def test_arguments_that_do_not_match_the_save_are_refused(
 def test_a_class_of_a_script_may_move_into_a_module(tmp_path, monkeypatch):
     with monkeypatch.context() as script:
         script.setattr(OwnSGD, "__module__", "__main__")
-        one = fitted(layers, optimizer=own_optimizer)
-        save(one, tmp_path, True)
+        saved = fitted(layers, optimizer=own_optimizer)
+        save(saved, tmp_path, True)
 
-    check_goes_on(load(tmp_path, {"optimizer": own_optimizer}, ["tests"]), one)
+    check_goes_on(load(tmp_path, {"optimizer": own_optimizer}, ["tests"]), saved)
 
 
 def put_module(folder, name, monkeypatch):
@@ -552,15 +556,15 @@ class TestTrust:
         ],
     )
     def test_untrusted_code_is_requested(self, tmp_path, name, value):
-        one = fitted(**{"model": layers, name: value})
-        save(one, tmp_path, True)
+        saved = fitted(**{"model": layers, name: value})
+        save(saved, tmp_path, True)
         others = {} if name == "model" else {"model": layers}
 
         with pytest.raises(
             OptionError, match=rf"pass {name} to(.|\n)*trusted=\['tests'"
         ):
             load(tmp_path, others)
-        check_goes_on(load(tmp_path, others, [__name__]), one)
+        check_goes_on(load(tmp_path, others, [__name__]), saved)
 
     @pytest.mark.parametrize("trusted", [[], ["booby.more"], ["boo"]])
     def test_only_trusted_modules_are_imported(self, tmp_path, monkeypatch, trusted):
@@ -685,11 +689,11 @@ def test_a_missing_field_of_the_history_is_an_error_that_names_it(tmp_path, fiel
 
 
 def test_tensors_with_similar_names_are_distinguished(tmp_path):
-    one = fitted()
-    optimizer = one.fit_state.optimizer.optimizer
-    state = optimizer.state[next(one.model.parameters())]
+    saved = fitted()
+    optimizer = saved.fit_state.optimizer.optimizer
+    state = optimizer.state[next(saved.model.parameters())]
     state |= {"a.b": {"c": torch.ones(2)}, "a": {"b.c": torch.zeros(1)}}
 
-    read = states(back(one, tmp_path).fit_state.optimizer.optimizer)[0]
+    read = states(back(saved, tmp_path).fit_state.optimizer.optimizer)[0]
 
     assert (read["a.b"]["c"].tolist(), read["a"]["b.c"].tolist()) == ([1, 1], [0])

@@ -24,13 +24,13 @@ def load():
     return Trainer.load(saves.FOLDER, client=False, trusted=["tests.golden"])
 
 
-@pytest.mark.parametrize("made", SHA256)
-def test_the_golden_files_are_unchanged(made):
+@pytest.mark.parametrize("writer", SHA256)
+def test_the_golden_files_are_unchanged(writer):
     digest = hashlib.sha256()
-    for path in sorted(made.FOLDER.rglob("*.json")):
+    for path in sorted(writer.FOLDER.rglob("*.json")):
         digest.update(path.read_bytes())
 
-    assert digest.hexdigest() == SHA256[made]
+    assert digest.hexdigest() == SHA256[writer]
 
 
 def test_a_trainer_is_loaded():
@@ -76,17 +76,19 @@ def test_a_fit_resumes_from_a_checkpoint(name):
     stamp, state = Part(store, COMMON).read()
     in_the_middle = stamp.number == 3
 
-    own = checkpoints.resumed(name)
+    resumed = checkpoints.resumed(name)
 
     assert state["members"] == ([0] if name.startswith("one") else [0, 1])
     assert state["epoch"] == 1
     assert (state["sync_point"] is not None) == in_the_middle
-    np.testing.assert_equal(dict(own.history_[0]), dict(state["rows"][0]))  # has NaN
-    assert own.history_.column("learning_rate") == [0.01, 0.005, 0.0025]
-    assert own.history_.column("examples") == [48] * checkpoints.EPOCHS
-    assert own.history_.stopping.scores.keys() == {0, 1, 2}
-    assert own.history_[2]["loss"] < own.history_[0]["loss"]
-    assert own.optimizer_.param_groups[0]["lr"] == 0.00125
+    np.testing.assert_equal(
+        dict(resumed.history_[0]), dict(state["rows"][0])
+    )  # has NaN
+    assert resumed.history_.column("learning_rate") == [0.01, 0.005, 0.0025]
+    assert resumed.history_.column("examples") == [48] * checkpoints.EPOCHS
+    assert resumed.history_.stopping.scores.keys() == {0, 1, 2}
+    assert resumed.history_[2]["loss"] < resumed.history_[0]["loss"]
+    assert resumed.optimizer_.param_groups[0]["lr"] == 0.00125
 
 
 @pytest.mark.parametrize("master", checkpoints.MASTERS)

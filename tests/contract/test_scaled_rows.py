@@ -43,15 +43,15 @@ def packed(folder, X=FRAME, scaled=True):
 
 
 def on_packed(folder, X, **options):
-    own = trainer(**options)
-    own.fit(packed(folder, X))
-    return own
+    fitted = trainer(**options)
+    fitted.fit(packed(folder, X))
+    return fitted
 
 
 def on_transform(folder, X, **options):
-    own = trainer(**options)
-    own.fit(X, Y, transform=standard(X))
-    return own
+    fitted = trainer(**options)
+    fitted.fit(X, Y, transform=standard(X))
+    return fitted
 
 
 def loaded(folder, X):
@@ -63,17 +63,17 @@ TRAINED = pytest.mark.parametrize("trained", [on_packed, on_transform, loaded])
 KINDS = pytest.mark.parametrize("X", [FRAME, FRAME.to_numpy()], ids=["frame", "array"])
 
 
-def served(own, X, **options):
-    with own.predictor(**options) as predictor:
+def served(fitted, X, **options):
+    with fitted.predictor(**options) as predictor:
         return predictor(X)
 
 
 METHODS = {
-    "predict": lambda own, X, **how: own.predict(X, **how),
-    "evaluate": lambda own, X, **how: own.evaluate(X, Y, **how),
-    "score_examples": lambda own, X, **how: own.score_examples(X, Y, **how),
+    "predict": lambda fitted, X, **how: fitted.predict(X, **how),
+    "evaluate": lambda fitted, X, **how: fitted.evaluate(X, Y, **how),
+    "score_examples": lambda fitted, X, **how: fitted.score_examples(X, Y, **how),
     "predictor": served,
-    "fit": lambda own, X, **how: own.fit(X, Y, **how),
+    "fit": lambda fitted, X, **how: fitted.fit(X, Y, **how),
 }
 EACH_METHOD = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
@@ -84,35 +84,35 @@ EACH_METHOD = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_rows_that_are_not_scaled_are_warned_of_and_the_remedy_mends_it(
     trained, X, method, tmp_path
 ):
-    own = trained(tmp_path, X)
+    fitted = trained(tmp_path, X)
 
     with UNSCALED:
-        method(own, X)
+        method(fitted, X)
     if method is not METHODS["fit"]:  # the next fit is what counts
-        method(own, X, transform=standard(X))
+        method(fitted, X, transform=standard(X))
         with pytest.warns(UserWarning, match="are scaled by another normalizer: pass"):
-            method(own, X, transform=MinMax().fit(X, client=False))
+            method(fitted, X, transform=MinMax().fit(X, client=False))
 
 
 @pytest.mark.filterwarnings("error")
 @KINDS
 def test_a_normalizer_of_the_trainer_scales_the_rows_of_all_methods(X, tmp_path):
-    own = trainer(transform=standard(X))
-    own.fit(X, Y, validation=(X, Y))
+    fitted = trainer(transform=standard(X))
+    fitted.fit(X, Y, validation=(X, Y))
 
     for method in METHODS.values():
-        method(own, X)
+        method(fitted, X)
     url = packed(tmp_path, X, scaled=False)
     trainer(transform=standard(X)).fit(url, validation=(X, Y))
 
 
 @pytest.mark.filterwarnings("error")
 def test_rows_that_are_scaled_by_hand_are_not_known_as_such(tmp_path):
-    X, own = FRAME.to_numpy(), trainer()
-    own.fit(SCALED((X, None))[0], Y)
+    X, fitted = FRAME.to_numpy(), trainer()
+    fitted.fit(SCALED((X, None))[0], Y)
 
-    own.predict(X, transform=standard(X))
-    own.evaluate(packed(tmp_path, X))
+    fitted.predict(X, transform=standard(X))
+    fitted.evaluate(packed(tmp_path, X))
 
 
 @pytest.mark.filterwarnings("error")
@@ -121,10 +121,10 @@ def test_a_normalizer_of_the_same_rows_in_other_parts_is_the_same():
     parts = [delayed(frame[:13]), delayed(frame[13:])]
     together, apart = standard(frame), Standardize().fit(parts, client=False)
     assert together != apart  # in the last digits
-    own = trainer()
+    fitted = trainer()
 
-    own.fit(frame, Y, transform=together)
-    own.predict(frame, transform=apart)
+    fitted.fit(frame, Y, transform=together)
+    fitted.predict(frame, transform=apart)
 
     assert together.digest == apart.digest != standard(FRAME).digest
 
@@ -150,15 +150,15 @@ def test_rows_that_are_scaled_twice_are_warned_of(tmp_path):
 
 
 def test_a_pack_of_packed_files_keeps_their_scaling(tmp_path):
-    own = trainer()
+    fitted = trainer()
     again = str(tmp_path / "again")
     daskdl.data.pack(
         daskdl.data.files(packed(tmp_path)), url=again, per_file=4, client=False
     )
-    own.fit(again)
+    fitted.fit(again)
 
     with UNSCALED:
-        own.predict(FRAME)
+        fitted.predict(FRAME)
 
 
 def test_a_resumed_fit_compares_its_rows_with_those_of_its_checkpoint(tmp_path):
@@ -172,9 +172,9 @@ def test_a_resumed_fit_compares_its_rows_with_those_of_its_checkpoint(tmp_path):
 
 @pytest.mark.filterwarnings("error")
 def test_counting_steps_and_other_transforms_are_not_warned_of(tmp_path):
-    own = on_packed(tmp_path, FRAME)
-    own.steps(FRAME)
+    fitted = on_packed(tmp_path, FRAME)
+    fitted.steps(FRAME)
 
-    own = trainer()
-    own.fit(FRAME, Y, transform=lambda batch: (batch[0] + 1, batch[1]))
-    own.predict(FRAME)
+    fitted = trainer()
+    fitted.fit(FRAME, Y, transform=lambda batch: (batch[0] + 1, batch[1]))
+    fitted.predict(FRAME)

@@ -121,7 +121,7 @@ class Case:
     def __init__(
         self,
         threshold=QUANTUM,
-        made=0,
+        steps_made=0,
         shared=None,
         channel=None,
         optimizer=torch.optim.SGD,
@@ -141,8 +141,8 @@ class Case:
                 optimizer=optimizer,
             )
         )
-        if made or shared is not None:
-            self.exchange.load_(shared or {"steps_made": made, "sent": {}}, [])
+        if steps_made or shared is not None:
+            self.exchange.load_(shared or {"steps_made": steps_made, "sent": {}}, [])
         self.exchange._now = lambda: self.channel.now
         self.exchange._comparison._now = self.exchange._now
 
@@ -196,7 +196,7 @@ def test_the_first_steps_are_sent_in_full():
 
 
 def test_a_joining_replica_continues_the_warm_up():
-    donor = Case(warmup_steps=6, made=2)
+    donor = Case(warmup_steps=6, steps_made=2)
     for _ in range(3):
         donor.step()
 
@@ -226,7 +226,7 @@ def test_replicas_wait_for_each_other_only_where_an_interval_begins():
 def test_only_the_last_update_of_a_step_completes_it():
     published = Case(LAYERS).step()
 
-    assert [one.partial for one in published] == [True, True, False]
+    assert [update.partial for update in published] == [True, True, False]
 
 
 def test_a_kept_residual_is_delivered_in_steps_of_its_grid():
@@ -317,9 +317,9 @@ class TestInterval:
     """With ``exchange_every="auto"``; here, an exchange takes 10 seconds."""
 
     @staticmethod
-    def exchanges(steps, made=0, seconds=0.001, **options):
+    def exchanges(steps, steps_made=0, seconds=0.001, **options):
         """The steps after which an exchange was made, of steps of some seconds."""
-        case = Case(made=made, **options)
+        case = Case(steps_made=steps_made, **options)
         case.channel.drained_s = 0
         return [n for n in range(1, steps + 1) if case.step(seconds=seconds)]
 
@@ -342,7 +342,7 @@ class TestInterval:
         ("seconds", "every"), [(400, 1), (300, 2), (50, 8), (20, 32), (0.1, 64)]
     )
     def test_exchanging_takes_3_percent_of_the_time(self, seconds, every):
-        exchanges = self.exchanges(192, made=10**6, seconds=seconds)
+        exchanges = self.exchanges(192, steps_made=10**6, seconds=seconds)
 
         assert set(np.diff(exchanges[2:])) == {every}
 
@@ -351,7 +351,7 @@ class TestInterval:
     )
     def test_with_adam_exchanging_takes_10_percent_of_the_time(self, seconds, every):
         exchanges = self.exchanges(
-            192, made=10**6, seconds=seconds, optimizer=torch.optim.Adam
+            192, steps_made=10**6, seconds=seconds, optimizer=torch.optim.Adam
         )
 
         assert set(np.diff(exchanges[2:])) == {every}
@@ -359,8 +359,10 @@ class TestInterval:
     def test_with_adam_replicas_are_two_intervals_apart(self):
         bounds = {}
         for optimizer in (torch.optim.SGD, torch.optim.Adam):
-            made = 10**6
-            case = Case(made=made, optimizer=optimizer, max_staleness="auto")
+            steps_made = 10**6
+            case = Case(
+                steps_made=steps_made, optimizer=optimizer, max_staleness="auto"
+            )
             case.channel.drained_s = 0
             for _ in range(64):
                 case.step(seconds=12)
@@ -369,7 +371,7 @@ class TestInterval:
         assert bounds == {torch.optim.SGD: {128}, torch.optim.Adam: {32}}
 
     def test_the_first_exchange_does_not_count(self):
-        case = Case(made=10**6)
+        case = Case(steps_made=10**6)
         case.channel.drained_s = 1000
         case.step(seconds=400)
         case.channel.drained_s = 0
@@ -377,7 +379,7 @@ class TestInterval:
         assert [bool(case.step(seconds=400)) for _ in range(4)] == [True] * 4
 
     def test_one_long_step_changes_nothing(self):
-        case = Case(made=10**6)
+        case = Case(steps_made=10**6)
         case.channel.drained_s = 0
         for _ in range(64):
             case.step(seconds=50)
@@ -389,7 +391,7 @@ class TestInterval:
     def test_steps_alone_are_no_part_of_an_exchange(self):
         channel = Meeting()
         channel.present, channel.absent = 1, ("sync 0",)
-        case = Case(made=10**6, channel=channel)
+        case = Case(steps_made=10**6, channel=channel)
         case.exchange.sync(0, 1, ended=True)
         for _ in range(64):
             assert not case.step(seconds=50)
@@ -402,7 +404,7 @@ class TestInterval:
 
     def test_in_lockstep_the_steps_alone_decide(self):
         slow, fast = (
-            self.exchanges(96, made=10**6, seconds=seconds, max_staleness=0)
+            self.exchanges(96, steps_made=10**6, seconds=seconds, max_staleness=0)
             for seconds in (1000, 0.001)
         )
 
@@ -410,7 +412,7 @@ class TestInterval:
 
     def test_in_lockstep_with_adam_it_is_two_steps(self):
         exchanges = self.exchanges(
-            8, made=10**6, max_staleness=0, optimizer=torch.optim.AdamW
+            8, steps_made=10**6, max_staleness=0, optimizer=torch.optim.AdamW
         )
 
         assert exchanges == [2, 4, 6, 8]
@@ -420,15 +422,15 @@ class TestInterval:
         [({"max_staleness": 6}, 4), ({"max_staleness": "auto"}, 64)],
     )
     def test_it_is_no_longer_than_replicas_may_be_apart(self, options, every):
-        exchanges = self.exchanges(192, made=10**6, **options)
+        exchanges = self.exchanges(192, steps_made=10**6, **options)
 
         assert set(np.diff(exchanges[2:])) == {every}
 
     def test_with_strict_each_step_is_exchanged(self):
-        assert self.exchanges(9, made=10**6, apply="strict") == [*range(1, 10)]
+        assert self.exchanges(9, steps_made=10**6, apply="strict") == [*range(1, 10)]
 
     def test_only_exchanges_are_announced(self):
-        case = Case(made=10**6)
+        case = Case(steps_made=10**6)
         case.channel.drained_s = 0
         for _ in range(128):
             case.step(seconds=50)
@@ -628,11 +630,11 @@ class TestChoice:
 
     @pytest.fixture
     def case(self):
-        own = Case(FixedThreshold(0.25), channel=Meeting())
+        case = Case(FixedThreshold(0.25), channel=Meeting())
         with torch.no_grad():
             for name in LAYERS:
-                getattr(own.module, name).add_(EIGHTH)
-        return own
+                getattr(case.module, name).add_(EIGHTH)
+        return case
 
     def choose(self, case, best=2 * EIGHTH, last=False, seconds=0):
         """Choose, where the loss of parameters is their distance to the best."""

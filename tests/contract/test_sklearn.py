@@ -59,12 +59,12 @@ class TestTools:
     def test_rows_without_weight_are_not_learned(self, estimator, y):
         half = np.arange(len(y)) < len(y) // 2
         wrong = np.where(half, y, np.roll(y, 1))
-        own, unweighted = clone(estimator), clone(estimator)
+        weighted, unweighted = clone(estimator), clone(estimator)
 
-        own.fit(X, wrong, sample_weight=half)
+        weighted.fit(X, wrong, sample_weight=half)
         unweighted.fit(X, wrong)
 
-        assert own.score(X, y) > unweighted.score(X, y)
+        assert weighted.score(X, y) > unweighted.score(X, y)
 
 
 class TestClassifier:
@@ -73,27 +73,27 @@ class TestClassifier:
     )
     def test_a_binary_loss_has_one_output(self, model):
         y = np.where(SUMS > 0, "up", "down")
-        own = Classifier(model, loss=nn.BCEWithLogitsLoss(), **fast).fit(X, y)
+        classifier = Classifier(model, loss=nn.BCEWithLogitsLoss(), **fast).fit(X, y)
 
-        chances = own.predict_proba(X)
+        chances = classifier.predict_proba(X)
 
-        assert [*own.classes_] == ["down", "up"]
+        assert [*classifier.classes_] == ["down", "up"]
         np.testing.assert_allclose(chances.sum(axis=1), 1, rtol=1e-6)
-        assert own.score(X, y) > 0.9
+        assert classifier.score(X, y) > 0.9
         with pytest.raises(DataError, match="takes two classes, got 3: take CrossEnt"):
-            own.fit(X, NAMES)
+            classifier.fit(X, NAMES)
 
     def test_options_reach_trainer_and_fit(self):
-        own = Classifier(
+        classifier = Classifier(
             **fast | {"epochs": 2},
             trainer_options={"clip_grad_norm": 1.0},
             fit_options={"shuffle": False, "validation": (X, X.argmax(1))},
         )
 
-        own.fit(X.astype("float32"), NAMES)
+        classifier.fit(X.astype("float32"), NAMES)
 
-        assert own.trainer_.clip_grad_norm == 1.0
-        assert len(own.trainer_.history_.column("val_accuracy")) == 2
+        assert classifier.trainer_.clip_grad_norm == 1.0
+        assert len(classifier.trainer_.history_.column("val_accuracy")) == 2
 
     def test_lazy_data_are_refused(self):
         with pytest.raises(DataError, match=r"in memory, got a Array.*daskdl.Trainer"):
@@ -105,19 +105,19 @@ def test_clones_share_a_client_that_cannot_be_copied():
         def __deepcopy__(self, memo):
             raise TypeError("cannot be copied")
 
-    own = Regressor(client=Client(), lr=0.5)
+    regressor = Regressor(client=Client(), lr=0.5)
 
-    again = clone(own)
+    again = clone(regressor)
 
-    assert again.client is own.client
-    assert again.get_params() == own.get_params()
+    assert again.client is regressor.client
+    assert again.get_params() == regressor.get_params()
 
 
 @pytest.mark.parametrize("columns", [1, 2])
 def test_a_regressor_has_as_many_outputs_as_columns(columns):
     y = np.stack([SUMS, -SUMS], 1)[:, :columns]
 
-    own = Regressor(**fast | {"epochs": 12}).fit(X, y)
+    regressor = Regressor(**fast | {"epochs": 12}).fit(X, y)
 
-    assert own.predict(X).shape == y.shape
-    assert own.score(X, y) > 0.9
+    assert regressor.predict(X).shape == y.shape
+    assert regressor.score(X, y) > 0.9

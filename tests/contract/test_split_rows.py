@@ -67,15 +67,15 @@ KINDS = {
 
 @pytest.mark.parametrize(("X", "y", "read"), KINDS.values(), ids=KINDS)
 def test_each_row_is_in_one_of_two_parts_with_its_label(X, y, read):
-    one, same, other = (
+    split, same, reseeded = (
         [read(*part) for part in split_rows(X, y, 0.25, seed)] for seed in (0, 0, 1)
     )
 
-    rest, chosen = one
+    rest, chosen = split
     assert sorted(rest + chosen) == [(i, i * i) for i in range(40)]
     assert rest == sorted(rest)
     assert chosen == sorted(chosen)
-    assert one == same != other
+    assert split == same != reseeded
     if X is not BLOCKS and not isinstance(X, type(BLOCKS["a"])):
         assert len(chosen) == 10
 
@@ -87,9 +87,9 @@ def test_a_fit_validates_on_rows_that_it_does_not_train_on():
 
     assert history.column("examples") == [360]
     (_, _), held = split_rows(X, Y, 0.25, 0)
-    own = trainer(False)
-    own.fit(X, Y, validation=0.25)
-    scored = own.evaluate(*held)["loss"]
+    fitted = trainer(False)
+    fitted.fit(X, Y, validation=0.25)
+    scored = fitted.evaluate(*held)["loss"]
     assert history.column("val_loss") == [pytest.approx(scored, rel=1e-5)]
 
 

@@ -92,7 +92,7 @@ def test_only_a_file_exists(store):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
+    ("pattern", "expected"),
     [
         ("**", ["a.npy", "b.csv", "sub/c.npy", "sub/deep/d.npy"]),
         ("*", ["a.npy", "b.csv"]),
@@ -102,11 +102,11 @@ def test_only_a_file_exists(store):
         ("[bc].csv", ["b.csv"]),
     ],
 )
-def test_names_are_those_that_match(store, pattern, found):
+def test_names_are_those_that_match(store, pattern, expected):
     for name in ("sub/deep/d.npy", "b.csv", "a.npy", "sub/c.npy"):
         store.write(name, b"1")
 
-    assert store.names(pattern) == found
+    assert store.names(pattern) == expected
 
 
 def test_a_folder_that_is_not_there_has_no_names(store):
@@ -135,15 +135,15 @@ def test_files_that_came_since_are_listed(store):
 def test_what_another_process_wrote_is_seen(s3_endpoint, bucket, ask, before, after):
     store = Store(f"{bucket}/x", s3.options(s3_endpoint))
     store.write("sub/a", b"1")
-    other = S3FileSystem(**store.options, skip_instance_cache=True)
-    found = ask(store)
+    writer = S3FileSystem(**store.options, skip_instance_cache=True)
+    answer = ask(store)
     for folder in (store.url, store.url_of("sub")):
         S3FileSystem(**store.options).ls(folder)  # which keeps the listing
 
     for name in ("sub/b", "more/c"):
-        other.pipe_file(store.url_of(name), b"2")
+        writer.pipe_file(store.url_of(name), b"2")
 
-    assert (found, ask(store)) == (before, after)
+    assert (answer, ask(store)) == (before, after)
 
 
 def test_there_are_no_files_in_a_file(store):

@@ -215,15 +215,15 @@ class TestNamedLabels:
 
 
 @pytest.mark.parametrize(
-    ("series", "found"),
+    ("series", "categories"),
     [
         (pd.Series(pd.Categorical(["a"], categories=["b", "a"])), "'b', 'a'"),
         (pd.Series([1]), "none"),
     ],
     ids=["another order", "numbers"],
 )
-def test_names_of_labels_must_be_alike_in_all_parts(series, found):
-    with pytest.raises(DataError, match=f"y has the categories {found}, and"):
+def test_names_of_labels_must_be_alike_in_all_parts(series, categories):
+    with pytest.raises(DataError, match=f"y has the categories {categories}, and"):
         columns_of(series, "y", ("a", "b"))
 
 

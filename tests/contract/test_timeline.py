@@ -25,10 +25,10 @@ def spend(log, clock, **activities):
 
 
 def table(*packed):
-    own = Timeline(BEGAN + 100.0)
-    for one in packed:
-        own.extend(one)
-    return own
+    timeline_table = Timeline(BEGAN + 100.0)
+    for spans in packed:
+        timeline_table.extend(spans)
+    return timeline_table
 
 
 def occurred(row):
@@ -47,18 +47,18 @@ def test_long_activities_have_spans_of_their_own():
     clock.now += 2.0
     spend(log, clock, compute=1.0, data=0.5)
 
-    own = table(log.take())
+    rows = table(log.take())
 
-    assert [occurred(row) for row in own] == [
+    assert [occurred(row) for row in rows] == [
         {"setup": 2.0},
         {"compute": 1.0},
         {"data": 0.5},
     ]
-    assert [(row["start"], row["end"]) for row in own] == [(0, 2), (2, 3), (3, 3.5)]
-    assert own[0].keys() == SPAN_COLUMNS.keys()
-    assert [occurred(row) for row in own[1:]] == [{"compute": 1.0}, {"data": 0.5}]
+    assert [(row["start"], row["end"]) for row in rows] == [(0, 2), (2, 3), (3, 3.5)]
+    assert rows[0].keys() == SPAN_COLUMNS.keys()
+    assert [occurred(row) for row in rows[1:]] == [{"compute": 1.0}, {"data": 0.5}]
     with pytest.raises(IndexError):
-        own[3]
+        rows[3]
 
 
 def test_a_wait_interrupts_an_activity():
@@ -68,10 +68,10 @@ def test_a_wait_interrupts_an_activity():
     clock.now += 7.0
 
     log.wait(WaitCause.GATHER, clock.now - 4.0, clock.now - 1.0)
-    own = table(log.take())
+    rows = table(log.take())
 
-    assert own.seconds() == {"exchange": 4.0, "wait_gather": 3.0}
-    assert [row["end"] - row["start"] for row in own] == [3.0, 3.0, 1.0]
+    assert rows.seconds() == {"exchange": 4.0, "wait_gather": 3.0}
+    assert [row["end"] - row["start"] for row in rows] == [3.0, 3.0, 1.0]
 
 
 def test_short_activities_share_a_span():
@@ -80,11 +80,11 @@ def test_short_activities_share_a_span():
     for _ in range(2000):
         spend(log, clock, exchange=1e-5, compute=8e-5, data=1e-5)
 
-    own = table(log.take())
+    rows = table(log.take())
 
-    assert len(own) <= 2000 * 1e-4 / timeline.LEAST_S + 1
-    assert occurred(own[1]).keys() == {"exchange", "compute", "data"}
-    assert own.seconds()["compute"] == pytest.approx(0.16)
+    assert len(rows) <= 2000 * 1e-4 / timeline.LEAST_S + 1
+    assert occurred(rows[1]).keys() == {"exchange", "compute", "data"}
+    assert rows.seconds()["compute"] == pytest.approx(0.16)
 
 
 @pytest.mark.parametrize("step_s", [1e-3, 1.0])
@@ -93,18 +93,18 @@ def test_a_replica_reports_few_spans_without_losing_time(monkeypatch, step_s):
     clock = Clock()
     log = log_of(clock)
     counts = []
-    own = table()
+    merged = table()
     for _ in range(20):  # epochs
         for _ in range(100):
             spend(log, clock, exchange=0.1 * step_s, compute=step_s)
         spend(log, clock, wait_gather=5 * step_s)
         packed = log.take()
         counts.append(len(packed) // SPANS.itemsize)
-        own.extend(packed)
+        merged.extend(packed)
 
     assert max(counts) <= 32 + 2
     assert max(counts[10:]) <= 8
-    assert own.seconds() == pytest.approx(
+    assert merged.seconds() == pytest.approx(
         {
             "compute": 2000 * step_s,
             "exchange": 200 * step_s,
@@ -112,7 +112,7 @@ def test_a_replica_reports_few_spans_without_losing_time(monkeypatch, step_s):
         },
         rel=1e-5,
     )
-    rows = list(own)
+    rows = list(merged)
     for row, after in itertools.pairwise(rows):  # no gap
         assert row["end"] == pytest.approx(after["start"], abs=1e-6)
         assert sum(occurred(row).values()) == pytest.approx(
@@ -124,7 +124,7 @@ def test_the_table_is_bounded_and_long_waits_stay(monkeypatch):
     monkeypatch.setattr(timeline, "MOST_SPANS", 100)
     clock = Clock()
     logs = [log_of(clock, replica) for replica in (1, 0)]
-    own = table()
+    rows = table()
     for _ in range(10):
         for _ in range(20):
             for log in logs:
@@ -136,29 +136,29 @@ def test_the_table_is_bounded_and_long_waits_stay(monkeypatch):
         clock.now += 500.0
         for log in logs:
             log.wait("gather", clock.now - 500.0, clock.now)
-            own.extend(log.take())
+            rows.extend(log.take())
 
-    assert 40 < len(own) <= 100
-    assert own.replicas == [0, 1]
-    assert own.seconds(replica=1) == own.seconds(replica=0)
-    assert own.seconds() == {"compute": 400, "data": 200, "wait_gather": 10_000}
-    assert [row["replica"] for row in own] == sorted(row["replica"] for row in own)
-    starts = [row["start"] for row in own if row["replica"] == 0]
+    assert 40 < len(rows) <= 100
+    assert rows.replicas == [0, 1]
+    assert rows.seconds(replica=1) == rows.seconds(replica=0)
+    assert rows.seconds() == {"compute": 400, "data": 200, "wait_gather": 10_000}
+    assert [row["replica"] for row in rows] == sorted(row["replica"] for row in rows)
+    starts = [row["start"] for row in rows if row["replica"] == 0]
     assert starts == sorted(starts)
-    alone = [row for row in own if occurred(row) == {"wait_gather": 500.0}]
+    alone = [row for row in rows if occurred(row) == {"wait_gather": 500.0}]
     assert len(alone) == 20
 
 
 def test_there_is_a_row_for_each_replica_however_many(monkeypatch):
     monkeypatch.setattr(timeline, "MOST_SPANS", 4)
     clock = Clock()
-    own = table()
+    rows = table()
     for replica in range(9):
         log = log_of(clock, replica)
         spend(log, clock, compute=1.0, data=1.0)
-        own.extend(log.take())
+        rows.extend(log.take())
 
-    assert [occurred(row) for row in own] == [{"compute": 1.0, "data": 1.0}] * 9
+    assert [occurred(row) for row in rows] == [{"compute": 1.0, "data": 1.0}] * 9
 
 
 def test_a_data_frame_has_a_row_for_each_span():
@@ -179,9 +179,9 @@ def test_packed_spans_are_the_table():
     log = log_of(clock)
     spend(log, clock, compute=1.0, data=0.5)
 
-    own = table(log.take())
+    rows = table(log.take())
 
-    assert list(table(own.packed())) == list(own)
-    assert np.frombuffer(own.packed(), SPANS)["start"][0] == BEGAN + 100.0
-    assert repr(own) == "Timeline(2 spans of 1 replicas)"
+    assert list(table(rows.packed())) == list(rows)
+    assert np.frombuffer(rows.packed(), SPANS)["start"][0] == BEGAN + 100.0
+    assert repr(rows) == "Timeline(2 spans of 1 replicas)"
     assert table().seconds() == {}

@@ -166,12 +166,12 @@ def test_one_thread_at_a_time_asks_a_dataset():
     seen.clear()
 
     with ThreadPoolExecutor(2) as pool:
-        one = pool.submit(source.load, 1)
+        first = pool.submit(source.load, 1)
         assert asked.wait(30)
-        other = pool.submit(source.load, 2)
-        wait([other], timeout=0.1)  # it must not get anywhere
+        second = pool.submit(source.load, 2)
+        wait([second], timeout=0.1)  # it must not get anywhere
         go_on.set()
-        wait([one, other])
+        wait([first, second])
 
     assert seen == list(range(64, 192))
 
@@ -359,9 +359,9 @@ class TestEveryStream:
         there = cloudpickle.loads(cloudpickle.dumps(source))
 
         assert (source.sequential, source.lengths, source.parts) == (True, None, 2)
-        for own in (source, source, there):
-            assert streamed(own, 0) == [[0, 2, 4], [6, 8]]
-            assert streamed(own, 1) == [[1, 3, 5], [7]]
+        for each in (source, source, there):
+            assert streamed(each, 0) == [[0, 2, 4], [6, 8]]
+            assert streamed(each, 1) == [[1, 3, 5], [7]]
         assert [leaf.tolist() for leaf in source.first_rows] == [[[0], [2]], [100, 102]]
         assert source.name(1) == "part 1 of 2"
 
@@ -490,15 +490,15 @@ def test_each_pass_goes_through_a_copy_with_a_seed_of_its_own():
             yield get_worker_info().seed, 0
 
     dataset = Own()
-    one, other = source_of(dataset), source_of(dataset)
-    one.parts = other.parts = 3
+    first, again = source_of(dataset), source_of(dataset)
+    first.parts = again.parts = 3
 
     def seeds(source):
         return [next(source.stream(part, 1))[0].item() for part in (0, 1, 2, 0, 1, 2)]
 
-    drawn = seeds(one)
+    drawn = seeds(first)
     assert len(set(drawn)) == 6
-    assert drawn == seeds(other)
+    assert drawn == seeds(again)
     assert not hasattr(dataset, "marked")
 
 

@@ -351,8 +351,8 @@ def test_the_latest_updates_that_fit_are_kept_once(updates, limit_bytes):
         while sum(m.nbytes + MESSAGE_BYTES for m in expected) > limit_bytes:
             expected.pop(0)
 
-    found = [message for o in range(3) for message in buffer.find(o, range(1, 7))]
-    assert found == sorted(expected, key=lambda message: message[1:3])
+    messages = [message for o in range(3) for message in buffer.find(o, range(1, 7))]
+    assert messages == sorted(expected, key=lambda message: message[1:3])
     assert buffer.nbytes == sum(m.nbytes + MESSAGE_BYTES for m in expected)
     assert len(buffer) == len(expected)
 

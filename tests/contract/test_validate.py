@@ -115,9 +115,9 @@ class TestExpectations:
     def test_a_wrong_shape_or_dtype_counts_once(self, rows, options, kind, message):
         report = validated(rows, **options)
 
-        (one,) = report.offenders
+        (offender,) = report.offenders
         assert counted(report) == {f"wrong {kind}": 1}
-        assert all(text in one.message for text in message.split(" .* "))
+        assert all(text in offender.message for text in message.split(" .* "))
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -145,7 +145,7 @@ class TestRows:
         report = validated((x, Y3))
 
         assert counted(report) == {"non-finite": 2}
-        assert [(one.row, one.message) for one in report.offenders] == [
+        assert [(offender.row, offender.message) for offender in report.offenders] == [
             (1, f"x['a'] is {value}"),
             (3, f"x['b'] is {value}"),
         ]
@@ -163,9 +163,9 @@ class TestRows:
     def test_labels_that_are_not_there_are_missing_from_every_row(self, options, kind):
         report = validated((X3, None), kind=kind, **options)
 
-        (one,) = report.offenders
+        (offender,) = report.offenders
         assert counted(report) == {"missing label": 4}
-        assert one[1:] == (None, "missing label", "it has no labels")
+        assert offender[1:] == (None, "missing label", "it has no labels")
 
     @pytest.mark.parametrize(
         ("y", "labels", "rows", "message"),
@@ -191,7 +191,7 @@ class TestRows:
         report = validated((X3, y), labels=labels)
 
         assert counted(report) == {"invalid label": len(rows)}
-        assert [one.row for one in report.offenders] == rows
+        assert [offender.row for offender in report.offenders] == rows
         assert report.offenders[0].message.startswith(message)
 
     def test_rows_of_a_stream_are_numbered_through_and_its_shape_counts_once(self):
@@ -200,7 +200,7 @@ class TestRows:
         report = validated((x, Y3), kind=Streamed, shapes=(3,))
 
         assert counted(report) == {"wrong shape": 1, "non-finite": 1}
-        assert [(one.row, one.kind) for one in report.offenders] == [
+        assert [(offender.row, offender.kind) for offender in report.offenders] == [
             (None, "wrong shape"),
             (3, "non-finite"),
         ]
@@ -211,7 +211,10 @@ class TestRows:
         report = validated(part, part, part)
 
         assert counted(report) == {"non-finite": 180}
-        assert [one.row for one in report.offenders] == [*range(60), *range(40)]
+        assert [offender.row for offender in report.offenders] == [
+            *range(60),
+            *range(40),
+        ]
 
 
 def missing():
@@ -236,10 +239,10 @@ class TestParts:
     def test_one_that_cannot_be_read_is_an_offender(self, error, kind, message):
         report = validated((X3, Y3), error)
 
-        (one,) = report.offenders
+        (offender,) = report.offenders
         assert (report.rows, counted(report)) == (4, {kind: 1})
-        assert one[:3] == ("box 1", None, kind)
-        assert one.message.startswith(message)
+        assert offender[:3] == ("box 1", None, kind)
+        assert offender.message.startswith(message)
         with pytest.raises(OptionError, match="pip install"):  # not about the data
             validated(OptionError("pip install"))
 
@@ -269,7 +272,10 @@ class TestParts:
         monkeypatch.setattr(MODULE, "SHOWN", 6)
         report = validate(source, labels=3, client=False)
 
-        assert [(one.part, one.row, one.kind) for one in report.offenders] == [
+        assert [
+            (offender.part, offender.row, offender.kind)
+            for offender in report.offenders
+        ] == [
             ("box 0", 0, "non-finite"),
             ("box 0", 2, "non-finite"),
             ("box 0", 3, "invalid label"),
@@ -302,7 +308,7 @@ def frames(labels):
     divisions = [0, 40, 80, ROWS - 1]
     x, y = pd.DataFrame(X, columns=["a", "b"]), pd.Series(labels)
     whole = dd.from_pandas(x, npartitions=1), dd.from_pandas(y, npartitions=1)
-    return tuple(one.repartition(divisions=divisions) for one in whole)
+    return tuple(collection.repartition(divisions=divisions) for collection in whole)
 
 
 def bag():
@@ -338,7 +344,7 @@ def assert_found(report, names):
     ]
     assert (report.parts, report.rows) == (len(names), ROWS)
     assert counted(report) == {"missing label": 2, "invalid label": 3}
-    assert [one[:3] for one in report.offenders] == places
+    assert [offender[:3] for offender in report.offenders] == places
 
 
 @pytest.mark.parametrize("kind", DATA)
@@ -400,7 +406,7 @@ class TestImages:
         urls = [g.url(i) for g in source.groups for i in range(len(g.names))]
         wrong = {u for u in urls if any(n in u for n in sorted(NAMES)[:count])}
         assert counted(report) == {"unreadable": count}
-        assert {one.part for one in report.offenders} == wrong
+        assert {offender.part for offender in report.offenders} == wrong
         assert (report.rows, report.files) == (len(NAMES) - count, len(NAMES))
 
     def test_one_of_another_size_is_named(self, tmp_path):
@@ -427,7 +433,7 @@ def test_packed_files_that_are_damaged_or_gone_are_named(tmp_path):
 
     report = validate(store.url, labels=3, client=False)
 
-    assert [one[:3] for one in report.offenders] == [
+    assert [offender[:3] for offender in report.offenders] == [
         (store.url_of(names[0]), None, "missing"),
         (store.url_of(names[1]), None, "unreadable"),
         (store.url_of(names[2]), 19, "invalid label"),

@@ -51,17 +51,17 @@ def test_the_model_makes_a_step_and_stays_unchanged(monkeypatch):
             )
             super().step()
 
-    own = spec(optimizer=Noted)
-    before = {k: v.clone() for k, v in own.model.state_dict().items()}
+    warmed = spec(optimizer=Noted)
+    before = {k: v.clone() for k, v in warmed.model.state_dict().items()}
     state = torch.get_rng_state()
 
-    warm_up(own, CPU)
+    warm_up(warmed, CPU)
 
     assert Counting.training_modes == (True,)
     assert steps == [[True] * 4]
-    for name, value in own.model.state_dict().items():
+    for name, value in warmed.model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-    assert all(p.grad is None for p in own.model.parameters())
+    assert all(p.grad is None for p in warmed.model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -105,9 +105,9 @@ def test_a_random_transform_does_not_change_random_states():
         legacy = np.random.get_state()[1:]
         return torch.get_rng_state().tolist(), random.getstate(), legacy
 
-    own = spec(transform=noisy)
+    warmed = spec(transform=noisy)
     before = states()
 
-    warm_up(own, CPU)
+    warm_up(warmed, CPU)
 
     np.testing.assert_equal(states(), before)

@@ -22,9 +22,9 @@ def trainer(**options):
 
 
 def fitted():
-    own = trainer()
-    own.fit(np.zeros((4, 2), np.float32), np.zeros(4, np.int64))
-    return own
+    fitted = trainer()
+    fitted.fit(np.zeros((4, 2), np.float32), np.zeros(4, np.int64))
+    return fitted
 
 
 class Torn(torch.utils.data.Dataset):
@@ -46,18 +46,18 @@ def torn():
 @pytest.mark.parametrize(
     ("do", "where"),
     [
-        (lambda own: own.evaluate(Torn()), "item 150 of the dataset"),
-        (lambda own: own.predict(Torn()), "items 128 to 191 of the dataset"),
-        (lambda own: own.evaluate([dask.delayed(torn)()]), "part 0"),
-        (lambda own: own.fit([dask.delayed(torn)()]), "part 0"),
+        (lambda fitted: fitted.evaluate(Torn()), "item 150 of the dataset"),
+        (lambda fitted: fitted.predict(Torn()), "items 128 to 191 of the dataset"),
+        (lambda fitted: fitted.evaluate([dask.delayed(torn)()]), "part 0"),
+        (lambda fitted: fitted.fit([dask.delayed(torn)()]), "part 0"),
     ],
     ids=["evaluate", "predict", "looking before evaluating", "looking before a fit"],
 )
 def test_an_error_has_a_note_with_its_part(do, where):
-    own = fitted()
+    trained = fitted()
 
     with pytest.raises(ValueError, match="torn") as caught:
-        do(own)
+        do(trained)
 
     assert f"in {where}" in caught.value.__notes__
 

@@ -250,17 +250,17 @@ def test_mlflow_tracks_a_fit(tmp_path, monkeypatch):
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # what needs no database
 
-    said = run(EXAMPLES / "mlflow_tracking.py", str(tmp_path / "store"))
+    lines = run(EXAMPLES / "mlflow_tracking.py", str(tmp_path / "store"))
 
-    assert said[-1].startswith("FINISHED, val_loss 0.")
+    assert lines[-1].startswith("FINISHED, val_loss 0.")
 
 
 def test_weights_and_biases_tracks_a_fit_offline(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
 
-    *_, said = run(EXAMPLES / "wandb_tracking.py", str(tmp_path))
+    *_, lines = run(EXAMPLES / "wandb_tracking.py", str(tmp_path))
 
-    assert said.startswith("val_loss 0.")
+    assert lines.startswith("val_loss 0.")
     assert len([*tmp_path.glob("wandb/offline-run-*/*.wandb")]) == 1
 
 
@@ -310,18 +310,18 @@ def test_the_notebook_is_the_tutorial_and_runs():
     ran.execute()
 
     assert path.read_text() == module.notebook(page.read_text()), "run docs/notebook.py"
-    said = [
+    printed = [
         output.text
         for cell in read.cells
         for output in cell.get("outputs", [])
         if output.get("name") == "stdout"
     ]
-    assert len(said) == 6
-    assert float(said[0].split()[1]) > 0.9  # the plain loop
-    assert min(map(float, re.findall(r"0\.\d+(?=\]\n)", said[1]))) > 0.9
-    assert "[2, 2, 2, 2, 2]" in said[2]
-    assert float(said[3]) > 0.9
-    assert said[4] == "[0, 1, 2, 3, 4, 5]\n"
+    assert len(printed) == 6
+    assert float(printed[0].split()[1]) > 0.9  # the plain loop
+    assert min(map(float, re.findall(r"0\.\d+(?=\]\n)", printed[1]))) > 0.9
+    assert "[2, 2, 2, 2, 2]" in printed[2]
+    assert float(printed[3]) > 0.9
+    assert printed[4] == "[0, 1, 2, 3, 4, 5]\n"
 
 
 def test_the_commands_on_their_page_run(tmp_path):
@@ -348,8 +348,8 @@ def test_the_commands_on_their_page_run(tmp_path):
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "digits.html").read_text().startswith("<!DOCTYPE html>")
-    for said in (": ok (", "val_accuracy", "epoch 2/2", "workers  efficiency"):
-        assert said in done.stdout
+    for text in (": ok (", "val_accuracy", "epoch 2/2", "workers  efficiency"):
+        assert text in done.stdout
     assert "epoch 1/2" not in done.stdout
 
 

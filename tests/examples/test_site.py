@@ -107,13 +107,13 @@ def test_each_page_fits_a_window_and_a_phone(tmp_path):
                 await page.prefer("light", width=width)
                 for path in pages:
                     await show(page, path.as_uri())
-                    found = await page.value(CUT_OFF)
+                    problems = await page.value(CUT_OFF)
                     if width == WINDOW:
-                        found += await page.value(WIDE_TABLES)
+                        problems += await page.value(WIDE_TABLES)
                     if await page.value(SCROLLS_SIDEWAYS):
-                        found.append("the whole page scrolls sideways")
-                    if found:
-                        faults[path.parent.name, width] = found
+                        problems.append("the whole page scrolls sideways")
+                    if problems:
+                        faults[path.parent.name, width] = problems
         return faults
 
     assert asyncio.run(look()) == {}

@@ -62,16 +62,18 @@ def trainer(master: str, *callbacks: daskdl.Callback) -> daskdl.Trainer:
     )
 
 
-def fits(own: daskdl.Trainer, epochs: int = EPOCHS, **options) -> None:
+def fits(trainer: daskdl.Trainer, epochs: int = EPOCHS, **options) -> None:
     # Not shuffled, as generators may change.
-    own.fit(inputs(), labels(), epochs=epochs, batch_size=4, shuffle=False, **options)
+    trainer.fit(
+        inputs(), labels(), epochs=epochs, batch_size=4, shuffle=False, **options
+    )
 
 
 def resumed(name: str) -> daskdl.Trainer:
     """What goes on from one of them."""
-    own = trainer(WRITTEN[name])
-    fits(own, resume=FOLDER / name)
-    return own
+    fitted = trainer(WRITTEN[name])
+    fits(fitted, resume=FOLDER / name)
+    return fitted
 
 
 def main() -> None:

@@ -70,19 +70,19 @@ SGE = System(
 def system(request, tmp_path_factory):
     """A batch system of eight cores; jobs end and daemons stop with the module."""
     pytest.importorskip("dask_jobqueue", reason="dask-jobqueue is not installed")
-    own = request.param
-    for command in own.needs:
+    batch_system = request.param
+    for command in batch_system.needs:
         if shutil.which(command) is None:
-            pytest.skip(f"no {command}: Debian has it in {own.packages}")
+            pytest.skip(f"no {command}: Debian has it in {batch_system.packages}")
     if os.geteuid() != 0:
-        pytest.skip(f"starting {own.name} needs root")
-    folder = tmp_path_factory.mktemp(own.name)
-    script = HERE / f"one_machine_{own.name}.sh"
+        pytest.skip(f"starting {batch_system.name} needs root")
+    folder = tmp_path_factory.mktemp(batch_system.name)
+    script = HERE / f"one_machine_{batch_system.name}.sh"
     subprocess.run([script, "start", folder], check=True, timeout=60)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
         patch.setenv("SGE_ROOT", "/var/lib/gridengine")
-        yield own
+        yield batch_system
     subprocess.run([script, "stop", folder], check=True, timeout=60)
 
 
@@ -122,8 +122,8 @@ def shared_by_all(folder, epoch, replicas):
     """Check that these replicas, and no others, ended an epoch with the same model."""
     shared = {r: record["shared"] for r, record in records(folder, epoch).items()}
     assert sorted(shared) == replicas
-    for other in replicas[1:]:
-        np.testing.assert_array_equal(shared[replicas[0]], shared[other])
+    for replica in replicas[1:]:
+        np.testing.assert_array_equal(shared[replicas[0]], shared[replica])
 
 
 class Jobs:
@@ -138,14 +138,14 @@ class Jobs:
         master = Recorded(str(self.folder), kept())
         options = {"master": master, "model": normalised, **options}
         callbacks = [*options.pop("callbacks", []), self.places]
-        own = trainer(self.client, callbacks=callbacks, **options)
-        return script.run(own, X, Y), script.rows
+        fitted = trainer(self.client, callbacks=callbacks, **options)
+        return script.run(fitted, X, Y), script.rows
 
 
 def test_jobs_train(queue):
-    own = trainer(queue(2))
+    fitted = trainer(queue(2))
 
-    history = own.fit(X, Y, epochs=4, batch_size=16)
+    history = fitted.fit(X, Y, epochs=4, batch_size=16)
 
     assert history.column("replicas") == [2] * 4
     assert history.column("examples") == [960] * 4
@@ -154,42 +154,46 @@ def test_jobs_train(queue):
 def test_the_others_go_on_without_a_cancelled_job(system, queue, tmp_path):
     client = queue(2)
     jobs = Jobs(client, tmp_path)
-    numbers = [one.job_id for one in client.cluster.workers.values()]
+    numbers = [job.job_id for job in client.cluster.workers.values()]
 
-    own, rows = jobs.fit((2, lambda: control(system.cancels, numbers[0])), (1, enough))
+    fitted, rows = jobs.fit(
+        (2, lambda: control(system.cancels, numbers[0])), (1, enough)
+    )
 
     assert len(records(tmp_path, len(rows) - 1)) == 1
     assert sum(row["repeated_pieces"] for row in rows) <= 1
-    gone = [one for one in own.history_.run.replicas.values() if one["left"]]
+    gone = [
+        record for record in fitted.history_.run.replicas.values() if record["left"]
+    ]
     assert len(gone) == 1
-    assert own.evaluate(X, Y)["accuracy"] > 0.5
+    assert fitted.evaluate(X, Y)["accuracy"] > 0.5
 
 
 def test_if_all_jobs_are_cancelled_the_error_says_what_to_set(system, queue, tmp_path):
     client = queue(2)
-    numbers = [one.job_id for one in client.cluster.workers.values()]
+    numbers = [job.job_id for job in client.cluster.workers.values()]
     never = (lambda row: False, enough)
     script = Script((2, lambda: control(system.cancels, *numbers)), never)
-    own = trainer(client, master=kept(rejoin_timeout=3), callbacks=[script])
+    interrupted = trainer(client, master=kept(rejoin_timeout=3), callbacks=[script])
 
     ended = daskdl.RunError, daskdl.WaitTimeoutError  # they retire, or are killed
     with pytest.raises(ended, match="rejoin_timeout"):
-        own.fit(X, Y, epochs=10**6, batch_size=16)
+        interrupted.fit(X, Y, epochs=10**6, batch_size=16)
 
-    assert len(own.history_) >= 1
+    assert len(interrupted.history_) >= 1
 
 
 def test_a_requeued_job_joins_again(system, queue, tmp_path):
     client = queue(3)
     jobs = Jobs(client, tmp_path)
-    numbers = [one.job_id for one in client.cluster.workers.values()]
+    numbers = [job.job_id for job in client.cluster.workers.values()]
 
-    own, rows = jobs.fit(
+    fitted, rows = jobs.fit(
         (3, lambda: control(system.requeues, numbers[0])),
         (jobs.places.by(3), enough),
     )
 
-    left = {r for r, one in own.history_.run.replicas.items() if one["left"]}
+    left = {r for r, record in fitted.history_.run.replicas.items() if record["left"]}
     assert len(left) == 1
     shared_by_all(tmp_path, len(rows) - 1, sorted({0, 1, 2, 3} - left))
 
@@ -199,13 +203,13 @@ def test_a_fit_follows_the_number_of_jobs(queue, tmp_path):
     jobs = Jobs(client, tmp_path)
     cluster = client.cluster
 
-    own, rows = jobs.fit(
+    fitted, rows = jobs.fit(
         (3, lambda: cluster.scale(jobs=2)),
         (2, lambda: cluster.scale(jobs=3)),
         (3, enough),
     )
 
-    left = {r for r, one in own.history_.run.replicas.items() if one["left"]}
+    left = {r for r, record in fitted.history_.run.replicas.items() if record["left"]}
     assert len(left) == 1
     shared_by_all(tmp_path, len(rows) - 1, sorted({0, 1, 2, 3} - left))
     assert sum(row["repeated_pieces"] for row in rows) <= 1
@@ -232,28 +236,28 @@ def test_a_fit_outlives_its_jobs(queue, tmp_path, checkpointed):
         return max(int(note.name.split("-")[2]) for note in notes) >= 3
 
     script = Script((1, lambda: client.cluster.adapt(maximum_jobs=1)), (fourth, enough))
-    own = trainer(client, callbacks=[places, *([rule] if checkpointed else [])])
-    own = script.run(own, X, Y, validation=(X, Y))
+    fitted = trainer(client, callbacks=[places, *([rule] if checkpointed else [])])
+    fitted = script.run(fitted, X, Y, validation=(X, Y))
 
-    history = own.history_
+    history = fitted.history_
     assert history.column("epoch") == list(range(len(history)))
     assert history.column("examples") == [len(X)] * len(history)
-    assert [one["left"] is None for one in history.run.replicas.values()][:3] == (
+    assert [record["left"] is None for record in history.run.replicas.values()][:3] == (
         [False] * 3
     )
-    own.client = False
-    assert own.evaluate(X, Y)["accuracy"] > 0.5
+    fitted.client = False
+    assert fitted.evaluate(X, Y)["accuracy"] > 0.5
 
 
 def test_when_the_time_of_all_jobs_is_over_others_resume(queue, tmp_path):
     rule = daskdl.Checkpoint(str(tmp_path))
     client, master = queue(2, "--lifetime", "12s"), kept(rejoin_timeout=3)
-    own = trainer(client, master=master, callbacks=[rule])
+    interrupted = trainer(client, master=master, callbacks=[rule])
     ended = daskdl.RunError, daskdl.WaitTimeoutError  # they retire, or are killed
     with pytest.raises(ended) as caught:
-        own.fit(X, Y, epochs=10**6, batch_size=16)
+        interrupted.fit(X, Y, epochs=10**6, batch_size=16)
     assert "the last checkpoint" in "".join(caught.value.__notes__)
-    epochs = len(own.history_) + 5
+    epochs = len(interrupted.history_) + 5
 
     again = trainer(queue(2), callbacks=[rule])
     history = again.fit(X, Y, epochs=epochs, batch_size=16, resume=True)

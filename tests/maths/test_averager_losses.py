@@ -62,9 +62,9 @@ class Mortal(LocalChannel):
 
     def _compare(self, votes):
         """Check that replicas with the same mean have the same parameters."""
-        digests = {one.mean_round: one.digest for one in votes if one.ended}
-        for one in votes:
-            self.differed |= one.ended and digests[one.mean_round] != one.digest
+        digests = {vote.mean_round: vote.digest for vote in votes if vote.ended}
+        for vote in votes:
+            self.differed |= vote.ended and digests[vote.mean_round] != vote.digest
 
     def lease(self, *args, **options):
         self._age()
@@ -111,8 +111,8 @@ class Life:
 
     def residual(self, means):
         """Return the rounding error of this replica at the last of these means."""
-        own = self.channel.meetings
-        there = [n for n in self.left if n in means and own[n] == means[n]]
+        meetings = self.channel.meetings
+        there = [n for n in self.left if n in means and meetings[n] == means[n]]
         return self.left[max(there)] if there else 0.0
 
     def live(self):
@@ -137,7 +137,9 @@ class Life:
             if piece is None:
                 break
             for row in (
-                r for one in piece.ranges for r in range(one.part, one.part + 1)
+                r
+                for part_range in piece.ranges
+                for r in range(part_range.part, part_range.part + 1)
             ):
                 self.exchange.before_step(epoch)
                 with torch.no_grad():

@@ -174,34 +174,34 @@ class Replica:
     def __init__(self, seed=0, scale=0.5, threshold=STEADY, apply="eager", **types):
         self.module, self.seed = Net(**types), seed
         residual = ResidualClipping(1.0, 1)
-        self.own = make(self.module, threshold, residual, apply=apply)
-        self.own.vector.set_scale_(scale)
+        self.compressor = make(self.module, threshold, residual, apply=apply)
+        self.compressor.vector.set_scale_(scale)
 
     def train(self, steps=3, others=()):
         for step in range(steps):
             self.module.step(100 * self.seed + step)
-            self.own.vector.sync_from_parameters_()
-            for update in self.own.propose():
-                self.own.commit_(update)
-                for other in others:
-                    other.apply(update)
+            self.compressor.vector.sync_from_parameters_()
+            for update in self.compressor.propose():
+                self.compressor.commit_(update)
+                for peer in others:
+                    peer.apply(update)
         return self
 
     def apply(self, update):
         frame = update.encode(codec.Stamp(0, 0, 1, 1))
-        self.own.vector.apply_(codec.decode(frame.tobytes()))
+        self.compressor.vector.apply_(codec.decode(frame.tobytes()))
 
     def state(self):
-        return copy.deepcopy(self.own.state())
+        return copy.deepcopy(self.compressor.state())
 
     def residual(self):
-        vector = self.own.vector
+        vector = self.compressor.vector
         parts = [vector.residual(group, slice(None)) for group in vector.groups]
         return torch.cat([part.double() for part in parts]).numpy()
 
     def vectors(self):
-        self.own.vector.sync_from_parameters_()
-        groups = self.own.vector.groups
+        self.compressor.vector.sync_from_parameters_()
+        groups = self.compressor.vector.groups
         tensors = [t for g in groups for t in (g.flat, g.local_N, g.shared_N)]
         return [tensor.clone() for tensor in tensors]
 
@@ -222,21 +222,26 @@ each_way = pytest.mark.parametrize("apply", ["eager", "strict"])
 @pytest.mark.parametrize("threshold", [STEADY, LAYERS], ids=["one rule", "two"])
 def test_a_restored_compressor_continues_bit_for_bit(types, apply, threshold):
     options = {"apply": apply, "threshold": threshold, **types}
-    one, other = Replica(**options).train(), Replica(scale=1.0, **options)
-    shared, own = one.state()
+    saved, restored = Replica(**options).train(), Replica(scale=1.0, **options)
+    shared, per_replica = saved.state()
 
-    other.own.restore_(shared, [own])
+    restored.compressor.restore_(shared, [per_replica])
 
-    assert other.own.vector.local_factor == one.own.vector.local_factor
-    assert other.own.clipped == one.own.clipped > 0
-    assert other.own.vector.digest() == one.own.vector.digest()
+    assert (
+        restored.compressor.vector.local_factor == saved.compressor.vector.local_factor
+    )
+    assert restored.compressor.clipped == saved.compressor.clipped > 0
+    assert restored.compressor.vector.digest() == saved.compressor.vector.digest()
     for step in range(3):  # and they stay so
-        assert all(map(torch.equal, other.vectors(), one.vectors())), step
-        assert other.own.sent == one.own.sent
-        exchanges = ([g.exchanges for g in r.own.groups.values()] for r in (one, other))
+        assert all(map(torch.equal, restored.vectors(), saved.vectors())), step
+        assert restored.compressor.sent == saved.compressor.sent
+        exchanges = (
+            [g.exchanges for g in r.compressor.groups.values()]
+            for r in (saved, restored)
+        )
         assert len({tuple(counts) for counts in exchanges}) == 1
-        one.train(1)
-        other.train(1)
+        saved.train(1)
+        restored.train(1)
 
 
 @each_type
@@ -246,23 +251,23 @@ def test_the_residuals_of_several_restored_states_add_up(types, apply, scale):
     options = {"scale": scale, "apply": apply, **types}
     replicas = [Replica(seed, **options) for seed in range(3)]
     for replica in replicas:
-        others = [other for other in replicas if other is not replica]
+        others = [peer for peer in replicas if peer is not replica]
         replica.train(others=others)
-    replicas[2].own.vector.set_scale_(0.7)  # as if others had left it
+    replicas[2].compressor.vector.set_scale_(0.7)  # as if others had left it
     shared = replicas[0].state()[0]
     expected = sum(replica.residual() for replica in replicas)
     assert np.abs(expected).max() > 1e-3
 
-    one = Replica(9, **{**options, "scale": 0.5})
-    one.own.restore_(shared, [replica.state()[1] for replica in replicas])
+    joined = Replica(9, **{**options, "scale": 0.5})
+    joined.compressor.restore_(shared, [replica.state()[1] for replica in replicas])
 
     atol = FLOAT64 if types["dtype"] is torch.float64 else FLOAT32
-    np.testing.assert_allclose(one.residual(), expected, rtol=0, atol=atol)
-    assert one.own.vector.digest() == replicas[0].own.vector.digest()
-    one.own.vector.set_scale_(1.0)  # alone from now on
-    np.testing.assert_allclose(one.residual(), expected, rtol=0, atol=2 * atol)
-    clipped = sum(replica.own.clipped for replica in replicas)
-    assert one.own.clipped == pytest.approx(clipped)
+    np.testing.assert_allclose(joined.residual(), expected, rtol=0, atol=atol)
+    assert joined.compressor.vector.digest() == replicas[0].compressor.vector.digest()
+    joined.compressor.vector.set_scale_(1.0)  # alone from now on
+    np.testing.assert_allclose(joined.residual(), expected, rtol=0, atol=2 * atol)
+    clipped = sum(replica.compressor.clipped for replica in replicas)
+    assert joined.compressor.clipped == pytest.approx(clipped)
 
 
 SMALL, LARGE = FixedThreshold(2.0**-6), FixedThreshold(2.0**-3)
@@ -273,9 +278,9 @@ class TestAssign:
     def test_the_first_pattern_that_matches_is_taken(self):
         mapping = {"0.*": SMALL, "*.bias": LARGE, "*": SMALL}
 
-        found = LayerThresholds.of(mapping).assign(NAMES)
+        patterns = LayerThresholds.of(mapping).assign(NAMES)
 
-        assert list(found.values()) == ["*", "0.*", "0.*", "*", "*.bias"]
+        assert list(patterns.values()) == ["*", "0.*", "0.*", "*", "*.bias"]
 
     @pytest.mark.parametrize(
         ("mapping", "message"),
@@ -301,7 +306,7 @@ class Layers(nn.Module):
 
     def __init__(self, dtype=torch.float64):
         super().__init__()
-        self.one = nn.Parameter(torch.zeros(4))
+        self.first = nn.Parameter(torch.zeros(4))
         self.bias = nn.Parameter(torch.zeros(4))
         self.two = nn.Parameter(torch.zeros(4))
         self.last = nn.Parameter(torch.zeros(4, dtype=dtype))
@@ -319,7 +324,7 @@ class TestCompressor:
     def test_each_pattern_has_its_threshold_and_whole_model_positions(self):
         module = Layers()
         compressor = make(module, MAPPING)
-        module.step(one=2.0**-5, bias=-(2.0**-5), two=0.25, last=-0.25)
+        module.step(first=2.0**-5, bias=-(2.0**-5), two=0.25, last=-0.25)
 
         bias, rest = compressor.propose()
 
@@ -330,12 +335,12 @@ class TestCompressor:
         assert bias.body.size == rest.body.size == 16
 
     def test_the_least_often_committed_pattern_comes_first(self):
-        compressor = make(Layers(), {"bias": SMALL, "one": SMALL, "*": LARGE})
+        compressor = make(Layers(), {"bias": SMALL, "first": SMALL, "*": LARGE})
 
         compressor.commit_(compressor.propose()[0])
         order = [update.pattern for update in compressor.propose()]
 
-        assert order == ["one", "*", "bias"]
+        assert order == ["first", "*", "bias"]
 
     def test_the_residual_rule_gets_each_threshold_and_count_of_exchanges(self):
         seen = []

@@ -52,7 +52,7 @@ class Replica:
             rule = {"b": FixedThreshold(0.03), "[ac]": rule}
         self.compressor = Compressor(parameters, rule, residual, case.apply)
         self.start = self.compressor.vector.shared_counts().astype(np.float64)
-        self.made = np.zeros(parameters.size)
+        self.moved = np.zeros(parameters.size)
         self.scale = 1.0  # so many times an update of the module's counts
         self.strict = case.apply == "strict"
         self.waiting = []
@@ -67,7 +67,7 @@ class Replica:
             with torch.no_grad():
                 parameter += noise.to(parameter.dtype)
             moved.append((parameter.detach().double() - before).flatten())
-        self.made += self.scale * torch.cat(moved).numpy()
+        self.moved += self.scale * torch.cat(moved).numpy()
 
     def be_scaled(self, amount):
         """As when others come and go."""
@@ -144,9 +144,9 @@ def run(case, replicas, events):
         replica = group[which % replicas]
         for update in getattr(replica, event)(amount) or ():
             sent += counts_of(update, replica.compressor.vector.grid)
-            for other in group:
-                if other is not replica:
-                    other.waiting.append(update)
+            for peer in group:
+                if peer is not replica:
+                    peer.waiting.append(update)
         check(group, sent, case)
     return group, sent
 
@@ -169,7 +169,9 @@ def check(group, sent, case):
         ahead = replica.local() - replica.compressor.vector.shared_counts() * grid
         residuals += replica.scale * ahead
     start = group[0].start
-    lost = start * grid + sum(r.made for r in group) - (start + sent) * grid - residuals
+    lost = (
+        start * grid + sum(r.moved for r in group) - (start + sent) * grid - residuals
+    )
     clipped = sum(replica.compressor.clipped for replica in group)
     allowed = TOLERANCE.get(case.dtype, FLOAT32)
     if case.clipping:
@@ -225,10 +227,10 @@ class TestReplicas:
         assert np.count_nonzero(sent) == sent.size
         assert len({replica.compressor.vector.digest() for replica in group}) == 1
         for replica in group[1:]:
-            for one, other in zip(
+            for expected, parameter in zip(
                 group[0].parameters(), replica.parameters(), strict=True
             ):
-                assert apply == "eager" or torch.equal(one, other)
+                assert apply == "eager" or torch.equal(expected, parameter)
 
     def test_a_new_grid_loses_nothing_and_agrees(self, dtype, apply):
         group = [Replica(Case(dtype, apply, False), seed) for seed in range(3)]

@@ -31,8 +31,8 @@ def trained(losses, *, seconds=NO_TIME, epochs=99, monitor="loss", **rule):
     plan = EvaluationPlan(epochs, stopping=EarlyStopping(monitor, **rule))
     decisions = [StoppingDecision()]
     for epoch, (loss, elapsed_s) in enumerate(zip(losses, seconds, strict=False)):
-        own = report(decisions[-1].best, loss, elapsed_s=elapsed_s)
-        decisions.append(plan.decide(epoch, [own]))
+        latest = report(decisions[-1].best, loss, elapsed_s=elapsed_s)
+        decisions.append(plan.decide(epoch, [latest]))
         if decisions[-1].reason is not None:
             break
     return decisions[1:]

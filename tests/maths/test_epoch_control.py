@@ -161,8 +161,8 @@ class TestAgreement:
 CPU = torch.device("cpu")
 
 
-def note(own, loss):
-    return EpochReport(totals=EpochTotals(loss, 1), **own.report())
+def note(stopper, loss):
+    return EpochReport(totals=EpochTotals(loss, 1), **stopper.report())
 
 
 def model(epoch):
@@ -236,7 +236,7 @@ class TestLearningRate:
 
 
 class TestStopper:
-    def own(self, clock=None, **rule):
+    def stopper(self, clock=None, **rule):
         rule = {"monitor": "loss", "patience": 2, **rule}
         return EarlyStopper(
             EvaluationPlan(99, stopping=EarlyStopping(**rule)), now=clock or Clock()
@@ -248,89 +248,91 @@ class TestStopper:
 
     @pytest.mark.parametrize("rule", [None, EarlyStopping("val_loss", patience=2)])
     def test_the_record_of_another_score_is_dropped(self, rule):
-        one, other = (
-            self.own(),
+        saved, restored = (
+            self.stopper(),
             EarlyStopper(EvaluationPlan(99, validates=True, stopping=rule)),
         )
-        train({0: 1.0, 1: 2.0, 2: 3.0}, one)
+        train({0: 1.0, 1: 2.0, 2: 3.0}, saved)
 
-        other.restore_(self.values(one), 3)
+        restored.restore_(self.values(saved), 3)
 
-        assert not other.over
-        assert other.best() is None
-        assert other.report()["best"].best_epoch == -1
+        assert not restored.over
+        assert restored.best() is None
+        assert restored.report()["best"].best_epoch == -1
 
     def test_the_elapsed_time_continues(self):
         clock, later = Clock(), Clock()
-        one, other = self.own(clock), self.own(later)
+        saved, restored = self.stopper(clock), self.stopper(later)
         clock.now += 30.0
 
-        other.restore_(self.values(one), 0)
+        restored.restore_(self.values(saved), 0)
         later.now += 5.0
 
-        assert other.elapsed_s == pytest.approx(35.0)
+        assert restored.elapsed_s == pytest.approx(35.0)
 
     def test_the_best_model_is_that_of_the_best_epoch(self):
-        own = self.own(patience=3)
+        stopper = self.stopper(patience=3)
 
-        train({0: 2.0, 1: 1.0, 2: 1.5}, own)
+        train({0: 2.0, 1: 1.0, 2: 1.5}, stopper)
 
-        assert own.best().shared_N.tolist() == [1]
+        assert stopper.best().shared_N.tolist() == [1]
 
     def test_a_replica_without_the_best_model_has_no_older_one(self):
-        own = self.own()
-        train({0: 2.0}, own)
+        stopper = self.stopper()
+        train({0: 2.0}, stopper)
 
-        own.end_epoch(1, [note(own, 1.0)], None)  # others have agreed on a model
+        stopper.end_epoch(
+            1, [note(stopper, 1.0)], None
+        )  # others have agreed on a model
 
-        assert own.decision.best.best_epoch == 1
-        assert own.best() is None
+        assert stopper.decision.best.best_epoch == 1
+        assert stopper.best() is None
 
     def test_the_time_before_a_fit_was_resumed_counts(self):
         plan = EvaluationPlan(99, stopping=EarlyStopping("loss"))
 
-        own = EarlyStopper(plan, now=Clock())
-        own.restore_({**own.values(), "elapsed_s": 35.0}, None)
+        stopper = EarlyStopper(plan, now=Clock())
+        stopper.restore_({**stopper.values(), "elapsed_s": 35.0}, None)
 
-        assert own.elapsed_s == 35.0
+        assert stopper.elapsed_s == 35.0
 
     def test_a_time_limit_that_has_passed_ends_the_fit(self):
         clock = Clock()
         rule = {"patience": None, "max_seconds": 40.0}
-        one, other = self.own(clock, **rule), self.own(**rule)
+        saved, restored = self.stopper(clock, **rule), self.stopper(**rule)
         clock.now += 50.0
-        one.end_epoch(0, [note(one, 1.0)], model(0))
+        saved.end_epoch(0, [note(saved, 1.0)], model(0))
 
-        other.restore_(self.values(one), 1)
+        restored.restore_(self.values(saved), 1)
 
-        assert (one.over, other.over) == (True, True)
-        assert other.decision.reason == "max_seconds"
+        assert (saved.over, restored.over) == (True, True)
+        assert restored.decision.reason == "max_seconds"
 
     def test_a_resumed_fit_counts_patience_up_to_the_epoch_that_was_decided(self):
-        one, other = self.own(patience=2), self.own(patience=3)
+        saved, restored = self.stopper(patience=2), self.stopper(patience=3)
         losses = {0: 1.0, 1: 2.0, 2: 3.0}
-        train(losses, one)
-        assert one.over
+        train(losses, saved)
+        assert saved.over
 
-        other.restore_(self.values(one), len(losses))  # the next epoch
+        restored.restore_(self.values(saved), len(losses))  # the next epoch
 
-        assert not other.over  # two epochs without improvement, not three
+        assert not restored.over  # two epochs without improvement, not three
 
 
 class TestStepper:
-    def own(self, dtype):
+    def stepper(self, dtype):
         module = nn.Linear(2, 1)
         objective = objective_of(nn.MSELoss(), None)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         return Stepper(module, objective, optimizer, Stepping(dtype), CPU)
 
     def test_the_loss_scale_of_float16_continues(self):
-        one, other = (self.own(torch.float16) for _ in "ab")
-        before = one.values()["scale"]
-        one.backward([(torch.full((1, 2), torch.inf), torch.ones(1, 1))])
-        one.update(1.0)  # an overflow halves it
+        saved, restored = (self.stepper(torch.float16) for _ in "ab")
+        before = saved.values()["scale"]
+        saved.backward([(torch.full((1, 2), torch.inf), torch.ones(1, 1))])
+        saved.update(1.0)  # an overflow halves it
 
-        other.restore_(travelled(one.values()))
+        restored.restore_(travelled(saved.values()))
 
-        assert other.values() == one.values()
-        assert other.values()["scale"] == before / 2
+        assert restored.values() == saved.values()
+        assert restored.values()["scale"] == before / 2

@@ -89,10 +89,12 @@ class TestFind:
     def test_it_finds_what_numpy_finds(self, kernel, size, dtype, scale):
         local, shared = random_pair(size, seed=size, dtype=dtype, scale=scale)
 
-        found = kernel(local, shared, dtype=dtype).find(64, GRID)
+        entries = kernel(local, shared, dtype=dtype).find(64, GRID)
 
-        for own, expected in zip(found, reference_find(local, shared, 64), strict=True):
-            np.testing.assert_array_equal(own.cpu(), expected)
+        for actual, expected in zip(
+            entries, reference_find(local, shared, 64), strict=True
+        ):
+            np.testing.assert_array_equal(actual.cpu(), expected)
 
     def test_positions_are_exact_beyond_float32_integers(self, kernel):
         local = torch.zeros(2**24 + 1)  # the first gap in float32

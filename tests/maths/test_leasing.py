@@ -73,7 +73,7 @@ def near(*parts):
 
 
 def parts(lease):
-    return [one.part for one in lease.ranges]
+    return [piece.part for piece in lease.ranges]
 
 
 # ---- every row once
@@ -148,7 +148,7 @@ def everything(rows):
 
 
 def left_in(leases):
-    return rows_in(one for work in leases.remaining() for one in work.ranges)
+    return rows_in(piece for work in leases.remaining() for piece in work.ranges)
 
 
 @BOTH
@@ -196,16 +196,16 @@ def test_a_resumed_partition_continues_as_without_a_break(ended):
     rows, replicas = [37, 22, 61], [0, 3, 7]
 
     def taken(leases, members):
-        found = {replica: [] for replica in members}
+        rows = {replica: [] for replica in members}
         for _ in range(50):
             for replica in members:
                 lease = leases.take(replica)
                 if lease is not None:
-                    found[replica].append(lease.ranges)
+                    rows[replica].append(lease.ranges)
                     leases.finish(replica, lease.number)
             if leases.interval_is_over(members):
                 leases.begin_interval()
-        return list(found.values())
+        return list(rows.values())
 
     whole = in_steps(StaticPartition, rows, replicas, 0, 2 * STEP)
     Crowd(whole, replicas).run_interval(end_after=ended)
@@ -225,8 +225,8 @@ def test_all_leases_of_a_lost_replica_are_leased_again(kind):
 
     again = drained(leases, 1)
 
-    assert {one for lease in lost for one in lease.ranges} <= {
-        one for lease in again for one in lease.ranges
+    assert {piece for lease in lost for piece in lease.ranges} <= {
+        piece for lease in again for piece in lease.ranges
     }
     assert sum(lease.rows for lease in again) == 60
 
@@ -286,7 +286,7 @@ def test_an_ended_interval_has_the_same_rows_for_all():
     assert leases.take(0) is None
     behind.append(leases.take(1))
     assert leases.take(1) is None
-    assert sum(one.rows for one in ahead) == sum(one.rows for one in behind)
+    assert sum(lease.rows for lease in ahead) == sum(lease.rows for lease in behind)
 
 
 @BOTH
@@ -589,9 +589,14 @@ def test_shares_are_equal_and_do_not_depend_on_how_the_data_are_cut_into_parts(
         starts = [0, *itertools.accumulate(rows)]
         leases = static(rows, range(replicas), step_rows, steps * step_rows)
         taken = [drained(leases, replica) for replica in range(replicas)]
-        ranges = [[one for lease in own for one in lease.ranges] for own in taken]
+        ranges = [
+            [piece for lease in leased for piece in lease.ranges] for leased in taken
+        ]
         seen.append(
-            [[starts[p] + i for p, a, b in own for i in range(a, b)] for own in ranges]
+            [
+                [starts[p] + i for p, a, b in pieces for i in range(a, b)]
+                for pieces in ranges
+            ]
         )
 
     assert seen[0] == seen[1]

@@ -25,14 +25,14 @@ def shared(counts, mark=0.0):
 
 
 def carried(steps=0, sent=None, residual=None):
-    own = {"steps_made": steps, "sent": sent or {}}
+    exchange = {"steps_made": steps, "sent": sent or {}}
     if residual is None:
-        return own
-    return {**own, "residual": torch.tensor(residual).int(), "grid": GRID}
+        return exchange
+    return {**exchange, "residual": torch.tensor(residual).int(), "grid": GRID}
 
 
-def result(parameters, *, finished=True, optimizer=None, **own):
-    return FitResult(parameters, optimizer, carried(**own), finished=finished)
+def result(parameters, *, finished=True, optimizer=None, **fields):
+    return FitResult(parameters, optimizer, carried(**fields), finished=finished)
 
 
 def merged(*results):
@@ -140,18 +140,18 @@ def test_trained_tensors_are_views_without_a_gradient():
 
 
 def test_loaded_tensors_stay_tied():
-    one, other = Net(), Net()
-    parameters = list(other.parameters())
-    tensors = {**trained_in(one), **others_in(one)}
-    one.lost += 5
+    first, second = Net(), Net()
+    parameters = list(second.parameters())
+    tensors = {**trained_in(first), **others_in(first)}
+    first.lost += 5
 
-    load_tensors_(other, tensors)
+    load_tensors_(second, tensors)
 
-    for name, tensor in {**trained_in(other), **others_in(other)}.items():
+    for name, tensor in {**trained_in(second), **others_in(second)}.items():
         assert torch.equal(tensor, tensors[name]), name
-    assert other.lost.tolist() == [5, 6, 7]
-    assert other.last.weight is other.first.weight
-    assert all(a is b for a, b in zip(parameters, other.parameters(), strict=True))
+    assert second.lost.tolist() == [5, 6, 7]
+    assert second.last.weight is second.first.weight
+    assert all(a is b for a, b in zip(parameters, second.parameters(), strict=True))
 
 
 LOSS = nn.MSELoss()
@@ -167,7 +167,7 @@ def test_a_step_of_the_users_own_is_an_objective():
 
 
 @pytest.mark.parametrize(
-    ("loss", "own", "message"),
+    ("loss", "columns", "message"),
     [
         (LOSS, step, "loss must be None with step=, which computes the loss, got "
          "MSELoss()"),
@@ -176,6 +176,6 @@ def test_a_step_of_the_users_own_is_an_objective():
     ],
     ids=["both", "no function"],
 )  # fmt: skip
-def test_other_objectives_are_refused(loss, own, message):
+def test_other_objectives_are_refused(loss, columns, message):
     with pytest.raises(OptionError, match=re.escape(message)):
-        objective_of(loss, own)
+        objective_of(loss, columns)

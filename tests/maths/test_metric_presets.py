@@ -233,10 +233,12 @@ def label_reference(options, output, y, facts):
     each = [
         chances_of(*(t[:, k] for t in rows), ignored) for k in range(rows[1].shape[1])
     ]
-    values = [binary_values(*one, threshold) for one in each]
+    values = [binary_values(*column, threshold) for column in each]
     seen = [(c > threshold).any() or bool(t.any()) for c, t in each]
     names = ("accuracy", "precision", "recall", "f1", "roc_auc", "average_precision")
-    expected = {f"{n}_per_class": np.array([one[n] for one in values]) for n in names}
+    expected = {
+        f"{n}_per_class": np.array([value[n] for value in values]) for n in names
+    }
     expected |= {n: np.nanmean(expected[f"{n}_per_class"][seen]) for n in names}
     chances, labels = map(np.concatenate, zip(*each, strict=True))
     expected["accuracy"] = sk.accuracy_score(labels, chances > threshold)
@@ -244,7 +246,7 @@ def label_reference(options, output, y, facts):
     expected["predicted"] = [(c > threshold).sum() for c, _ in each]
     if not ignored and threshold == 0.5:
         expected["exact_match"] = sk.accuracy_score(rows[1], rows[0] > 0)
-    matrices = [one["confusion_matrix"] for one in values]
+    matrices = [value["confusion_matrix"] for value in values]
     return {**expected, "confusion_matrices": np.stack(matrices)}
 
 
@@ -334,11 +336,11 @@ class TestCurves:
 
         for k in range(y.shape[1]):
             chances, labels = chances_of(output[:, k], y[:, k], [options["ignore"]])
-            own = torch.from_numpy(chances), torch.from_numpy(labels)
+            tensors = torch.from_numpy(chances), torch.from_numpy(labels)
             areas = {"roc_auc": tm.binary_auroc}
             areas["average_precision"] = tm.binary_average_precision
             for name, area in areas.items():
-                theirs = area(*own, thresholds=thresholds).item()
+                theirs = area(*tensors, thresholds=thresholds).item()
                 ours = values[f"{name}_per_class"][k]
                 assert ours == pytest.approx(theirs, abs=1e-6)
 
@@ -410,8 +412,8 @@ class TestCalibration:
         theirs = tm.multiclass_calibration_error(chances, y, 3, n_bins=15, norm=norm)
         assert values[name] == pytest.approx(theirs.item(), abs=1e-6)
         each = [
-            tm.binary_calibration_error(one, k == y, 15, norm)
-            for k, one in enumerate(chances.T.contiguous())
+            tm.binary_calibration_error(column, k == y, 15, norm)
+            for k, column in enumerate(chances.T.contiguous())
         ]
         np.testing.assert_allclose(values[f"{name}_per_class"], each, atol=1e-6)
 
@@ -445,8 +447,8 @@ UNDEFINED = {
 @pytest.mark.parametrize("cuts", [[], [1]])
 @pytest.mark.parametrize("case", UNDEFINED)
 def test_regression_without_variance_or_labels(case, cuts):
-    *given, expected = UNDEFINED[case]
-    output, y = map(torch.as_tensor, given)
+    *rows, expected = UNDEFINED[case]
+    output, y = map(torch.as_tensor, rows)
     metrics = RegressionMetrics(ignore=NAN)
 
     values = measured(metrics, sample_of(output, y), output, y, cuts)

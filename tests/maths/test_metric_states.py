@@ -95,17 +95,20 @@ cuts = st.lists(st.integers(0, ROWS), max_size=6).map(sorted)
 
 def test_each_kind_of_state_is_merged_by_its_own_rule():
     # Of parts of 40, 0, 1 and 60 rows, in disorder.
-    own = merged(live, [40, 40, 41], WANTED, order=[3, 1, 0, 2])["own"]
+    section = merged(live, [40, 40, 41], WANTED, order=[3, 1, 0, 2])["own"]
 
-    assert (own.count, own.update_count) == (ROWS, 3)
-    assert own.sum == pytest.approx(WANTED.sum().item(), rel=1e-14)
-    assert own.mean == pytest.approx(WANTED.mean().item(), rel=1e-13)  # by rows
-    assert (own.max, own.min) == (WANTED.max(), WANTED.min())  # no default is data
-    assert own.last.tolist() == [WANTED[39], WANTED[40], WANTED[100]]
-    assert own.norm == pytest.approx(WANTED.norm().item(), rel=1e-13)
-    assert own.rows.tolist() == own.grown.tolist() == WANTED.tolist()
-    assert own.names == [f"{WANTED[i]:.3f}" for i in (0, 40, 41)]
-    assert own.spans == [(WANTED[0], WANTED[39])]  # what its function left of it
+    assert (section.count, section.update_count) == (ROWS, 3)
+    assert section.sum == pytest.approx(WANTED.sum().item(), rel=1e-14)
+    assert section.mean == pytest.approx(WANTED.mean().item(), rel=1e-13)  # by rows
+    assert (section.max, section.min) == (
+        WANTED.max(),
+        WANTED.min(),
+    )  # no default is data
+    assert section.last.tolist() == [WANTED[39], WANTED[40], WANTED[100]]
+    assert section.norm == pytest.approx(WANTED.norm().item(), rel=1e-13)
+    assert section.rows.tolist() == section.grown.tolist() == WANTED.tolist()
+    assert section.names == [f"{WANTED[i]:.3f}" for i in (0, 40, 41)]
+    assert section.spans == [(WANTED[0], WANTED[39])]  # what its function left of it
 
 
 def test_without_parts_states_are_the_defaults():
@@ -120,17 +123,17 @@ def test_without_parts_states_are_the_defaults():
 def test_the_order_of_arrival_changes_no_bit(at, seed):
     order = np.random.default_rng(seed).permutation(len(at) + 1).tolist()
 
-    own = merged(live, at, WANTED, order=order)["own"].metric_state
+    state = merged(live, at, WANTED, order=order)["own"].metric_state
     expected = merged(live, at, WANTED)["own"].metric_state
 
-    assert plain(own) == plain(expected)
+    assert plain(state) == plain(expected)
 
 
 def plain(value):
     if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
+        return {name: plain(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [plain(one) for one in value]
+        return [plain(inner) for inner in value]
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
@@ -207,10 +210,10 @@ class TestOnTheWay:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of torch, about arrays that are read-only
             merger.add_(0, pickle.loads(sent, buffers=read_only))
-            own = merger.merged()["own"]
+            section = merger.merged()["own"]
 
         assert len(sent) < 5000  # the arrays are not in it
-        assert torch.equal(own.rows, WANTED)
+        assert torch.equal(section.rows, WANTED)
 
 
 class TestTotals:
@@ -219,8 +222,8 @@ class TestTotals:
 
         each = torch.tensor(terms, dtype=torch.float64)
         for order in ([0, 1, 2, 3, 4], [4, 0, 3, 2, 1], [2, 1, 4, 0, 3]):
-            own = merged(live, [1, 2, 3, 4], each, order=order)["own"]
-            assert own.sum.item() == 4.000000001
+            section = merged(live, [1, 2, 3, 4], each, order=order)["own"]
+            assert section.sum.item() == 4.000000001
 
     @pytest.mark.parametrize("bad", [np.inf, np.nan])
     def test_sums_of_infinity_and_nan_stay_so(self, bad):
@@ -318,9 +321,9 @@ def test_logits_are_logits_however_rows_are_cut(batch_size, gathered, monkeypatc
 
 
 def test_values_are_numbers_and_numpy_arrays():
-    own = {"roc": MulticlassROC(3, thresholds=4), "top": MulticlassAccuracy(3)}
+    metrics = {"roc": MulticlassROC(3, thresholds=4), "top": MulticlassAccuracy(3)}
 
-    values = evaluate(own, SCORES, LABELS)
+    values = evaluate(metrics, SCORES, LABELS)
 
     assert type(values["top"]) is float
     assert [type(each).__name__ for each in values["roc"]] == ["ndarray"] * 3

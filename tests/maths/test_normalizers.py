@@ -38,8 +38,8 @@ def fitted(*parts, kind=Parts, normalizer=Standardize, **options):
     return normalizer(**options).fit(unlabelled(*parts, kind=kind), client=False)
 
 
-def numbers(one):
-    return one.scalings.shift, one.scalings.scale
+def numbers(normalization):
+    return normalization.scalings.shift, normalization.scalings.scale
 
 
 class TestStatistics:
@@ -95,7 +95,7 @@ class TestStatistics:
         assert images.ravel().tolist() == [2.0] * 3
 
     def test_do_not_depend_on_the_order_in_which_parts_arrive(self, monkeypatch):
-        found = []
+        scalings = []
         for order in itertools.permutations(range(4)):
 
             def each(source, function, client, order=order):
@@ -103,19 +103,19 @@ class TestStatistics:
                     yield part, function(source, part)
 
             monkeypatch.setattr(normalize, "map_parts", each)
-            found.append(fitted(X[:3], X[3:4], X[4:11], X[11:]))
+            scalings.append(fitted(X[:3], X[3:4], X[4:11], X[11:]))
 
-        assert all(one == found[0] for one in found)
+        assert all(scaling == scalings[0] for scaling in scalings)
 
     def test_each_array_of_a_tree_has_its_own(self):
         tree = {"a": X, "b": Pair(X[:, 0], X * 2)}
 
-        own = fitted(tree).scalings
+        trained = fitted(tree).scalings
 
-        assert own["a"].shift == pytest.approx(X.mean(0))
-        assert isinstance(own["b"], Pair)
-        assert own["b"].left.shift == pytest.approx(X[:, 0].mean())
-        assert own["b"].right.shift == pytest.approx(2 * X.mean(0))
+        assert trained["a"].shift == pytest.approx(X.mean(0))
+        assert isinstance(trained["b"], Pair)
+        assert trained["b"].left.shift == pytest.approx(X[:, 0].mean())
+        assert trained["b"].right.shift == pytest.approx(2 * X.mean(0))
 
     @pytest.mark.parametrize(
         ("parts", "options", "message"),
@@ -150,8 +150,8 @@ class TestFitting:
     def test_standardizes_and_leaves_the_data_and_the_normalizer_as_they_were(self):
         before, normalizer = X.copy(), Standardize()
 
-        one = normalizer.fit(TensorDataset(torch.from_numpy(X)), client=False)
-        scaled, _ = one((torch.from_numpy(X), None))
+        normalization = normalizer.fit(TensorDataset(torch.from_numpy(X)), client=False)
+        scaled, _ = normalization((torch.from_numpy(X), None))
 
         assert normalizer == Standardize()
         np.testing.assert_array_equal(X, before)
@@ -170,11 +170,11 @@ class TestFitting:
     def test_constant_values_are_divided_by_one(self, normalizer, value):
         constant = np.full((5, 1), 0.1, np.float32)
 
-        one = normalizer.fit(unlabelled(constant, constant[:3]), client=False)
+        normalization = normalizer.fit(unlabelled(constant, constant[:3]), client=False)
 
-        assert one.scalings.scale.tolist() == [1.0]
-        assert one.scalings.shift == np.float64(np.float32(0.1))
-        scaled, _ = one((constant, None))
+        assert normalization.scalings.scale.tolist() == [1.0]
+        assert normalization.scalings.shift == np.float64(np.float32(0.1))
+        scaled, _ = normalization((constant, None))
         assert scaled.ravel().tolist() == pytest.approx([value] * 5)
 
     def test_deviations_up_to_epsilon_count_as_constant(self):
@@ -195,9 +195,9 @@ class TestFitting:
         self, x, only, scaled
     ):
         y = np.arange(30)
-        one = Standardize(only=only).fit(Parts((x, y), (x, y)), client=False)
+        normalization = Standardize(only=only).fit(Parts((x, y), (x, y)), client=False)
 
-        out, labels = one((x, y))
+        out, labels = normalization((x, y))
 
         assert labels is y
         names = {"a": lambda t: t["a"], "c[0]": lambda t: t["c"][0]}
@@ -263,15 +263,15 @@ class TestScaling:
     @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
     def test_loses_no_digits_by_a_large_shift(self, dtype):
         values = (1e7 + np.arange(8).reshape(8, 1)).astype(dtype)  # exact in float32
-        own = Normalization(Scaling(np.array([1e7 + 3.3]), np.array([0.7])))
+        normalization = Normalization(Scaling(np.array([1e7 + 3.3]), np.array([0.7])))
 
-        scaled, _ = own((torch.from_numpy(values), None))
+        scaled, _ = normalization((torch.from_numpy(values), None))
 
         exact = (np.arange(8).reshape(8, 1) - 3.3) / 0.7
         np.testing.assert_allclose(scaled.numpy(), exact, rtol=3e-7)
-        assert own.inverse(torch.tensor([[3.0]], dtype=torch.float64)).item() == (
-            pytest.approx(1e7 + 3.3 + 2.1, abs=1e-8)
-        )
+        assert normalization.inverse(
+            torch.tensor([[3.0]], dtype=torch.float64)
+        ).item() == (pytest.approx(1e7 + 3.3 + 2.1, abs=1e-8))
 
     def test_scales_channels_of_images_of_any_size(self):
         shift, scale = np.array([[[1.0]], [[2.0]]]), np.array([[[1.0]], [[4.0]]])
@@ -285,7 +285,10 @@ class TestScaling:
     @pytest.mark.parametrize("shape", [(3, 1), (3, 3), (3,), (3, 2, 2), (3, 1, 2)])
     @pytest.mark.parametrize(
         "function",
-        [lambda own, x: own.transform((x, None)), Normalization.inverse],
+        [
+            lambda normalization, x: normalization.transform((x, None)),
+            Normalization.inverse,
+        ],
         ids=["transform", "inverse"],
     )
     def test_refuses_rows_of_another_shape_or_structure(self, function, shape):
@@ -299,9 +302,9 @@ class TestScaling:
     @pytest.mark.parametrize("dtype", [np.float32, np.float64])
     def test_is_undone_by_its_inverse(self, kind, dtype):
         values = kind(np.array([[3.0, -7.5], [0.25, 1e3]], dtype))
-        own = Normalization(TWO)
+        normalization = Normalization(TWO)
 
-        back = own.inverse(own((values, None))[0])
+        back = normalization.inverse(normalization((values, None))[0])
 
         assert type(back) is type(values)
         np.testing.assert_allclose(np.asarray(back), np.asarray(values), rtol=1e-5)
@@ -321,14 +324,14 @@ class TestScaling:
 
     def test_has_numbers_of_its_own_that_cannot_be_changed(self):
         shift = np.array([10.0, 20.0])
-        own = Scaling(shift, np.array([2.0, 5.0]), 1.0)
+        scaling = Scaling(shift, np.array([2.0, 5.0]), 1.0)
         shift[0] = 0
 
-        for one in (own, pickle.loads(pickle.dumps(own))):
-            assert one == TWO
-            assert hash(one) == hash(TWO)
+        for each in (scaling, pickle.loads(pickle.dumps(scaling))):
+            assert each == TWO
+            assert hash(each) == hash(TWO)
             with pytest.raises(ValueError, match="read-only"):
-                one.scale[0] = 3
+                each.scale[0] = 3
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     def test_leaves_a_tensor_on_its_device(self):
@@ -345,7 +348,7 @@ class TestAsJson:
         assert pickle.loads(pickle.dumps(FITTED)) == FITTED
 
     @pytest.mark.parametrize(
-        "other",
+        "scaling",
         [
             Scaling(np.array([10.0, 21.0]), np.array([2.0, 5.0]), 1.0),
             Scaling(np.array([10.0, 20.0]), np.array([2.0, 6.0]), 1.0),
@@ -354,8 +357,8 @@ class TestAsJson:
         ],
         ids=["shift", "scale", "offset", "none"],
     )
-    def test_other_numbers_are_not_equal(self, other):
-        assert Normalization(other) != Normalization(TWO)
+    def test_other_numbers_are_not_equal(self, scaling):
+        assert Normalization(scaling) != Normalization(TWO)
 
     @pytest.mark.parametrize(
         "plain",

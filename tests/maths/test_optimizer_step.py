@@ -218,13 +218,13 @@ class Weighted(nn.CrossEntropyLoss):
         return super().forward(model(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["loss", "step"])
-def test_weights_of_a_loss_move_to_the_models_device(own):
+@pytest.mark.parametrize("as_step", [False, True], ids=["loss", "step"])
+def test_weights_of_a_loss_move_to_the_models_device(as_step):
     loss, meta = Weighted(weight=torch.ones(2)), torch.device("meta")
     model = linear().to(meta)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    Stepper(model, OwnStep(loss) if own else loss, optimizer, Stepping(), meta)
+    Stepper(model, OwnStep(loss) if as_step else loss, optimizer, Stepping(), meta)
 
     assert loss.weight.device == meta
 
@@ -233,10 +233,12 @@ class TestGradientNorm:
     @pytest.mark.parametrize("clip", [None, 1e-3])
     def test_it_is_that_of_all_gradients_before_they_are_clipped(self, clip):
         module = linear()
-        own = stepper(module, clip_grad_norm=clip)
-        own.backward(batches(4, 4))
+        clipping = stepper(module, clip_grad_norm=clip)
+        clipping.backward(batches(4, 4))
 
-        assert own.gradient_norm() == pytest.approx(float(gradients(module).norm()))
+        assert clipping.gradient_norm() == pytest.approx(
+            float(gradients(module).norm())
+        )
 
 
 class TestALoneRow:
@@ -334,10 +336,10 @@ def test_arrays_of_several_replicas_are_averaged_by_weight(make):
 
     after = entries(restored(make, states))
 
-    own = [entries(o) for o in replicas]
+    before = [entries(o) for o in replicas]
     for key, value in after.items():
         if isinstance(value, torch.Tensor) and value.dim():
-            parts = [w * e[key].double() for w, e in zip(weights, own, strict=True)]
+            parts = [w * e[key].double() for w, e in zip(weights, before, strict=True)]
             # One rounding of float32 for each replica, relative to the largest.
             torch.testing.assert_close(value.double(), sum(parts), rtol=1e-6, atol=1e-6)
 

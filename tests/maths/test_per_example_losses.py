@@ -139,9 +139,9 @@ class Passing(nn.Module):
 
 def trainer(model=None, loss=None, **options):
     """Return a trainer with a model that was not trained."""
-    own = Trainer(model or Passing(), loss, optim.SGD, client=False, **options)
-    own.model_ = own.model
-    return own
+    fitted = Trainer(model or Passing(), loss, optim.SGD, client=False, **options)
+    fitted.model_ = fitted.model
+    return fitted
 
 
 def scores(loss, output, y, **options):
@@ -168,9 +168,9 @@ def test_it_is_the_loss_of_a_batch_of_one(case, reduction, monkeypatch):
     expected = one_by_one(loss, output, y).double()
     calls, forward = [], kind.forward
 
-    def counted(self, *given):
-        calls.append(given)
-        return forward(self, *given)
+    def counted(self, *tensors):
+        calls.append(tensors)
+        return forward(self, *tensors)
 
     monkeypatch.setattr(kind, "forward", counted)
 
@@ -178,10 +178,10 @@ def test_it_is_the_loss_of_a_batch_of_one(case, reduction, monkeypatch):
 
     # Without rows one by one: the dry run, the trial of both, and the batch.
     assert (len(calls) > 3) == (case in SLOW)
-    for found in (whole, scores(loss, output, y, batch_size=2)):
-        assert found.dtype == torch.float64
+    for values in (whole, scores(loss, output, y, batch_size=2)):
+        assert values.dtype == torch.float64
         # 1e-12: the same float64 numbers, which may be added up in another order.
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
+        torch.testing.assert_close(values, expected, rtol=1e-12, atol=0, equal_nan=True)
     assert loss.reduction == reduction  # threads share it
 
 
@@ -202,10 +202,10 @@ class Focal(nn.CrossEntropyLoss):
     ids=["class", "function", "partial"],
 )
 def test_other_losses_get_one_row_at_a_time(loss):
-    found = scores(loss, LOGITS, LABELS)
+    values = scores(loss, LOGITS, LABELS)
 
     expected = one_by_one(loss, LOGITS, LABELS)
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    torch.testing.assert_close(values, expected, equal_nan=True)
 
 
 def test_a_step_gets_one_row_at_a_time_and_may_need_gradients():
@@ -215,10 +215,10 @@ def test_a_step_gets_one_row_at_a_time_and_may_need_gradients():
         with torch.enable_grad():
             return model(x["a"].requires_grad_()).square().mean() * len(x["a"])
 
-    own = trainer(step=step)
+    unfitted = trainer(step=step)
 
     torch.testing.assert_close(
-        own.score_examples({"a": LOGITS}), LOGITS.square().mean(1)
+        unfitted.score_examples({"a": LOGITS}), LOGITS.square().mean(1)
     )
 
 
@@ -262,9 +262,9 @@ def test_several_outputs_are_cut_only_where_they_follow_the_rows(case):
     output, loss = OUTPUTS[case]
     model = Returning(output)
 
-    found = trainer(model, loss).score_examples(LOGITS, LABELS)
+    values = trainer(model, loss).score_examples(LOGITS, LABELS)
 
-    torch.testing.assert_close(found, LOGITS.sum(1) + LABELS)
+    torch.testing.assert_close(values, LOGITS.sum(1) + LABELS)
 
 
 def test_a_row_is_ignored_if_all_its_labels_are():
@@ -286,11 +286,11 @@ def linear():
 
 
 def penalty(model, optimizer):
-    own = trainer(model, nn.MSELoss())
-    own.optimizer_ = optimizer
+    unfitted = trainer(model, nn.MSELoss())
+    unfitted.optimizer_ = optimizer
     rows = torch.zeros(2, 3), torch.zeros(2, 2)
     plain, total = (
-        own.score_examples(*rows, regularization=on) for on in (False, True)
+        unfitted.score_examples(*rows, regularization=on) for on in (False, True)
     )
     assert torch.equal((total - plain)[:1], (total - plain)[1:])
     return (total - plain)[0].item()
@@ -305,21 +305,23 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_gradient_of_the_penalty_is_what_the_optimizer_adds(kind):
     """Of a loss that is zero, the step is the one with the penalty as the loss."""
-    own, other = linear(), linear()
-    other.load_state_dict(own.state_dict())
-    decaying = kind(own.parameters(), lr=0.1, weight_decay=0.5)
-    plain = kind(other.parameters(), lr=0.1, weight_decay=0.0)
-    start = penalty(own, decaying)
+    penalised, reference = linear(), linear()
+    reference.load_state_dict(penalised.state_dict())
+    decaying = kind(penalised.parameters(), lr=0.1, weight_decay=0.5)
+    plain = kind(reference.parameters(), lr=0.1, weight_decay=0.0)
+    start = penalty(penalised, decaying)
 
-    for p in own.parameters():
+    for p in penalised.parameters():
         p.grad = torch.zeros_like(p)
     decaying.step()
-    loss = sum(0.25 * p.square().sum() for p in other.parameters())
+    loss = sum(0.25 * p.square().sum() for p in reference.parameters())
     loss.backward()
     plain.step()
 
     assert start == pytest.approx(loss.item())
-    for mine, expected in zip(own.parameters(), other.parameters(), strict=True):
+    for mine, expected in zip(
+        penalised.parameters(), reference.parameters(), strict=True
+    ):
         torch.testing.assert_close(mine, expected)
 
 
@@ -337,10 +339,10 @@ def test_the_gradient_of_the_penalty_is_what_the_optimizer_adds(kind):
     ids=["AdamW", "NAdam", "Adafactor", "another model"],
 )
 def test_decoupled_weight_decay_is_refused(make, message):
-    own = linear()
+    module = linear()
 
     with pytest.raises(OptionError, match=message):
-        penalty(own, make(own.parameters()))
+        penalty(module, make(module.parameters()))
 
 
 class Ridge(nn.Linear, Penalised):
@@ -349,26 +351,26 @@ class Ridge(nn.Linear, Penalised):
 
 
 def test_penalties_of_the_model_are_added():
-    own = Ridge(3, 2).double()
+    ridge = Ridge(3, 2).double()
 
-    groups = [{"params": [own.weight], "weight_decay": 0.5}, {"params": [own.bias]}]
+    groups = [{"params": [ridge.weight], "weight_decay": 0.5}, {"params": [ridge.bias]}]
 
-    found = penalty(own, optim.SGD(groups, weight_decay=2.0))
+    value = penalty(ridge, optim.SGD(groups, weight_decay=2.0))
 
-    expected = 1.25 * own.weight.square().sum() + own.bias.square().sum()
-    assert found == pytest.approx(expected.item())
-    undecayed = optim.AdamW(own.parameters(), weight_decay=0.0)
-    assert penalty(own, undecayed) == pytest.approx(own.penalty().item())
+    expected = 1.25 * ridge.weight.square().sum() + ridge.bias.square().sum()
+    assert value == pytest.approx(expected.item())
+    undecayed = optim.AdamW(ridge.parameters(), weight_decay=0.0)
+    assert penalty(ridge, undecayed) == pytest.approx(ridge.penalty().item())
 
 
 def test_the_regularizers_of_a_keras_model_are_added():
     keras = library()
     keras.utils.set_random_seed(0)
     dense = keras.layers.Dense(2, kernel_regularizer="l2", activity_regularizer="l1")
-    own = as_module(keras.Sequential([keras.Input((3,)), dense]))
-    own(torch.ones(5, 3))  # what its outputs add is no penalty of the weights
+    module = as_module(keras.Sequential([keras.Input((3,)), dense]))
+    module(torch.ones(5, 3))  # what its outputs add is no penalty of the weights
 
-    found = penalty(own, optim.SGD(own.parameters(), lr=0.1))
+    value = penalty(module, optim.SGD(module.parameters(), lr=0.1))
 
     kernel = dense.kernel.value.detach()
-    assert found == pytest.approx(0.01 * kernel.square().sum().item())
+    assert value == pytest.approx(0.01 * kernel.square().sum().item())

@@ -41,10 +41,10 @@ from tests.support.scored import (
 )
 
 
-def losses(own, x=X, y=Y):
+def losses(fitted, x=X, y=Y):
     """One by one, by hand."""
     with torch.no_grad():
-        output = own.model_(torch.as_tensor(x))
+        output = fitted.model_(torch.as_tensor(x))
     each = nn.functional.cross_entropy(output, torch.as_tensor(y), reduction="none")
     return each.double().numpy()
 
@@ -55,7 +55,7 @@ def now(lazy):
 
 
 @pytest.fixture
-def own():
+def fitted():
     return trainer()
 
 
@@ -93,18 +93,18 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_have_the_type_of_the_data(own, kind, tmp_path):
+def test_scores_have_the_type_of_the_data(fitted, kind, tmp_path):
     make, result = KINDS[kind]
 
-    scores = own.score_examples(*(make(tmp_path) if kind == "files" else make()))
+    scores = fitted.score_examples(*(make(tmp_path) if kind == "files" else make()))
 
     assert isinstance(scores, result)
-    found = now(scores)
-    found = np.concatenate(found) if kind == "delayed" else np.asarray(found)
-    assert found.dtype == np.float64
-    np.testing.assert_allclose(found, losses(own), **CLOSE)
+    values = now(scores)
+    values = np.concatenate(values) if kind == "delayed" else np.asarray(values)
+    assert values.dtype == np.float64
+    np.testing.assert_allclose(values, losses(fitted), **CLOSE)
     if kind == "numpy":
-        assert scores.mean() == pytest.approx(own.evaluate(X, Y)["loss"], rel=1e-6)
+        assert scores.mean() == pytest.approx(fitted.evaluate(X, Y)["loss"], rel=1e-6)
     if kind == "dask.array":
         assert scores.chunks == CHUNKS
     if kind in ("pandas", "dask.dataframe"):
@@ -141,23 +141,23 @@ def lazy_ids():
 
 class TestKeys:
     @pytest.mark.parametrize("kind", KEYED)
-    def test_scores_with_keys_are_a_series(self, own, kind):
+    def test_scores_with_keys_are_a_series(self, fitted, kind):
         data, key, index, name = KEYED[kind]()
 
-        scores = own.score_examples(*data, key=key)
+        scores = fitted.score_examples(*data, key=key)
 
         lazy = kind in ("lazy column", "dask.array")
         assert isinstance(scores, dd.Series if lazy else pd.Series)
         series = now(scores)
         assert (series.index.tolist(), series.index.name) == (index, name)
-        np.testing.assert_allclose(series, losses(own), **CLOSE)
+        np.testing.assert_allclose(series, losses(fitted), **CLOSE)
 
     @pytest.mark.parametrize("key", [True, None])
     @pytest.mark.parametrize("data", [keyed_pairs, keyed_lists])
     def test_scores_of_a_bag_or_of_delayed_lists_with_keys_are_pairs(
-        self, own, data, key
+        self, fitted, data, key
     ):
-        scores = own.score_examples(data(), key=key)
+        scores = fitted.score_examples(data(), key=key)
 
         scored = now(scores)
         if data is keyed_pairs:
@@ -166,7 +166,7 @@ class TestKeys:
             scored = itertools.chain(*scored)
         names, values = zip(*scored, strict=True)
         assert list(names) == IDS
-        np.testing.assert_allclose(values, losses(own), **CLOSE)
+        np.testing.assert_allclose(values, losses(fitted), **CLOSE)
 
     @pytest.mark.parametrize(
         ("data", "key", "error", "message"),
@@ -188,22 +188,22 @@ class TestKeys:
         ],
     )
     def test_keys_that_do_not_fit_the_data_are_refused(
-        self, own, data, key, error, message
+        self, fitted, data, key, error, message
     ):
         with pytest.raises(error, match=message):
-            own.score_examples(*data, key=key)
+            fitted.score_examples(*data, key=key)
 
-    def test_keys_with_other_partitions_are_refused(self, own):
+    def test_keys_with_other_partitions_are_refused(self, fitted):
         x, y = blocks()
         keep = y >= 0  # of unknown lengths
         key = da.from_array(np.arange(4), chunks=1)
 
         with pytest.raises(DataError, match=r"part \d has \d+ rows and 1 keys"):
-            now(own.score_examples(x[keep], y[keep], key=key))
+            now(fitted.score_examples(x[keep], y[keep], key=key))
 
-    def test_keys_of_a_stream_are_refused(self, own):
+    def test_keys_of_a_stream_are_refused(self, fitted):
         with pytest.raises(OptionError, match="in no order"):
-            own.score_examples(Stream(), key=IDS)
+            fitted.score_examples(Stream(), key=IDS)
 
 
 def halved(batch):
@@ -211,10 +211,10 @@ def halved(batch):
     return x / 2, y
 
 
-def test_a_transform_comes_before_the_model(own):
-    scores = own.score_examples(X, Y, transform=halved)
+def test_a_transform_comes_before_the_model(fitted):
+    scores = fitted.score_examples(X, Y, transform=halved)
 
-    np.testing.assert_allclose(scores, losses(own, X / 2), **CLOSE)
+    np.testing.assert_allclose(scores, losses(fitted, X / 2), **CLOSE)
 
 
 def first_only(batch):
@@ -252,11 +252,11 @@ def test_arguments_that_cannot_be_scored_are_refused(options, data, message):
         trainer(**options).score_examples(*data)
 
 
-def test_a_wrong_label_of_a_lazy_part_is_named_when_it_is_computed(own):
+def test_a_wrong_label_of_a_lazy_part_is_named_when_it_is_computed(fitted):
     y = Y.copy()
     y[70] = 3
 
-    scores = own.score_examples(blocks()[0], da.from_array(y, chunks=CHUNKS))
+    scores = fitted.score_examples(blocks()[0], da.from_array(y, chunks=CHUNKS))
 
     with pytest.raises(DataError, match=r"y\[10\] is 3, but the model gives") as caught:
         now(scores)
@@ -266,13 +266,13 @@ def test_a_wrong_label_of_a_lazy_part_is_named_when_it_is_computed(own):
 class TestSkipping:
     """Parts that cannot be read."""
 
-    def test_rows_of_a_file_that_cannot_be_read_are_left_out(self, own, tmp_path):
+    def test_rows_of_a_file_that_cannot_be_read_are_left_out(self, fitted, tmp_path):
         files(tmp_path)
         (tmp_path / "1.npz").write_bytes(b"torn")
 
-        scores = own.score_examples(tmp_path, on_bad_batch="skip")
+        scores = fitted.score_examples(tmp_path, on_bad_batch="skip")
 
-        expected = np.delete(losses(own), slice(30, 60))
+        expected = np.delete(losses(fitted), slice(30, 60))
         np.testing.assert_allclose(scores, expected, **CLOSE)
 
     @pytest.mark.parametrize("torn", [[5], [7], [4, 5, 6, 7]], ids=str)
@@ -282,27 +282,29 @@ class TestSkipping:
         store = folder(tmp_path, [f"{label}/{i}.png" for label in "abc" for i in "123"])
         source = image_folder(tmp_path, files_per_part=4)
         model = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
-        own = Trainer(model, nn.CrossEntropyLoss(), optim.SGD, client=False)
-        own.model_ = own.model
-        expected = own.score_examples(source)
+        unfitted = Trainer(model, nn.CrossEntropyLoss(), optim.SGD, client=False)
+        unfitted.model_ = unfitted.model
+        expected = unfitted.score_examples(source)
         for row in torn:
             store.write(source.paths[row], b"torn")
         expected[torn] = np.nan
 
-        scores = own.score_examples(source, on_bad_batch="skip")
-        keyed = own.score_examples(source, key=source.paths, on_bad_batch="skip")
+        scores = unfitted.score_examples(source, on_bad_batch="skip")
+        keyed = unfitted.score_examples(source, key=source.paths, on_bad_batch="skip")
 
         np.testing.assert_allclose(scores, expected, **CLOSE)
         np.testing.assert_allclose(keyed, expected, **CLOSE)
         assert list(keyed.index) == list(source.paths)
 
-    def test_lazy_data_cannot_be_skipped(self, own):
+    def test_lazy_data_cannot_be_skipped(self, fitted):
         with pytest.raises(OptionError, match="for Dask's collections"):
-            own.score_examples(*blocks(), on_bad_batch="skip")
+            fitted.score_examples(*blocks(), on_bad_batch="skip")
 
 
 def test_an_untrained_trainer_cannot_score():
-    own = Trainer(nn.Linear(4, 3), nn.CrossEntropyLoss(), torch.optim.SGD, client=False)
+    unfitted = Trainer(
+        nn.Linear(4, 3), nn.CrossEntropyLoss(), torch.optim.SGD, client=False
+    )
 
     with pytest.raises(OptionError, match="call fit first"):
-        own.score_examples(X, Y)
+        unfitted.score_examples(X, Y)

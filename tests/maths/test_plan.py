@@ -187,9 +187,11 @@ def test_a_step_has_no_more_requests_than_fit_into_it():
 
 def test_with_staleness_0_the_latency_counts_once_for_each_exchange():
     four = GradientSharing(max_staleness=0, exchange_every=4)
-    one, rare = (plain(master=own, link=slow(1e9, 0.05)) for own in (IN_STEP, four))
+    frequent, rare = (
+        plain(master=master, link=slow(1e9, 0.05)) for master in (IN_STEP, four)
+    )
 
-    assert rare.wait_s < one.wait_s / 3
+    assert rare.wait_s < frequent.wait_s / 3
     # Of updates that reach the relay together, all but one wait for its next request.
     assert plain(3, IN_STEP, slow(1e9, 0.05)).wait_s > 2 * 0.05 + (0.01 + 2 * 0.05)
 
@@ -279,11 +281,13 @@ def test_with_adam_a_plan_has_more_frequent_exchanges():
     costs = {"encode_s": 0.009, "apply_s": 0.002}  # an exchange: 0.11 of a step
     auto, every = GradientSharing(), (2, 4)
 
-    chosen = [plain(master=auto, adaptive=own, **costs) for own in (True, False)]
+    chosen = [
+        plain(master=auto, adaptive=adaptive, **costs) for adaptive in (True, False)
+    ]
 
     masters = [GradientSharing(exchange_every=k) for k in every]
-    by_hand = [plain(master=own, **costs).step_s for own in masters]
-    assert [own.step_s for own in chosen] == pytest.approx(by_hand)
+    by_hand = [plain(master=master, **costs).step_s for master in masters]
+    assert [row.step_s for row in chosen] == pytest.approx(by_hand)
     assert by_hand[0] > by_hand[1]
 
 
@@ -309,16 +313,16 @@ def planned(workers=(1, 2, 4)):
 
 
 def test_a_printed_plan_has_a_heading_a_table_and_the_advice():
-    heading, names, one, two, four, advice = str(planned()).splitlines()
+    heading, names, first, second, four, advice = str(planned()).splitlines()
 
     assert heading == (
         "1,000,000 parameters, 64 rows a step, 1 thread; 12.5 KB an update; "
         "1 Gbit/s, 0 ms one way"
     )
     assert names == "workers  efficiency  samples/s  step ms    limit  carried"
-    assert one.split() == ["1", "1.00", "640", "100.0", "compute", "100%"]
-    assert two.split() == ["2", "0.87", "1,111", "115.2", "encode", "100%"]
-    assert len({len(line) for line in (names, one, two, four)}) == 1
+    assert first.split() == ["1", "1.00", "640", "100.0", "compute", "100%"]
+    assert second.split() == ["2", "0.87", "1,111", "115.2", "encode", "100%"]
+    assert len({len(line) for line in (names, first, second, four)}) == 1
     assert advice == "Advice."
     _, _, *rows, _ = str(planned(range(1, 65))).splitlines()
     assert [int(row.split()[0]) for row in rows] == [1, 2, 4, 8, 16, 32, 64]

@@ -121,8 +121,8 @@ class TestGrid:
 class TestLoadCounts:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_counts_come_back_as_parameters(self, dtype):
-        module, other = net().to(dtype), net().to(dtype)
-        flat = FlatParameters(other)
+        module, restored = net().to(dtype), net().to(dtype)
+        flat = FlatParameters(restored)
         counts = np.arange(-10, flat.size - 10, dtype=np.int32)
         counts.flags.writeable = False
 
@@ -145,7 +145,7 @@ def of_every_kind(k):
 
 
 def test_untrained_tensors_are_loaded_as_taken():
-    module, other = of_every_kind(0), of_every_kind(0)
+    module, restored = of_every_kind(0), of_every_kind(0)
     untrained = Untrained(module)
     module.load_state_dict(of_every_kind(3).state_dict())
 
@@ -153,11 +153,11 @@ def test_untrained_tensors_are_loaded_as_taken():
     arrays = untrained.take()
     for array in arrays.values():
         array.flags.writeable = False  # as what came through Dask
-    load_untrained_(other, arrays)
+    load_untrained_(restored, arrays)
 
     assert len(arrays) == 2 + 4
     for name, tensor in module.state_dict().items():
-        assert torch.equal(tensor, other.state_dict()[name])
+        assert torch.equal(tensor, restored.state_dict()[name])
 
 
 def mean_of(*parts):
@@ -280,15 +280,15 @@ class TestSnapshot:
 class TestDigest:
     @pytest.mark.parametrize("place", [0, 1, 2], ids=str)
     def test_one_step_anywhere_changes_the_digest(self, place):
-        one = whole(Vector([0.5, 0.1], second=[0.0]))
-        before, counts = one.digest(), np.zeros(3, np.int32)
+        vector = whole(Vector([0.5, 0.1], second=[0.0]))
+        before, counts = vector.digest(), np.zeros(3, np.int32)
         counts[place] = 1
 
-        one.apply_counts_(counts)
+        vector.apply_counts_(counts)
 
-        assert one.digest() != before
+        assert vector.digest() != before
 
-        assert one.digest() != before
+        assert vector.digest() != before
 
     def test_another_grid_changes_the_digest(self):
         coarse, fine = (whole(Vector([0.5, 0.0])) for _ in range(2))
@@ -348,16 +348,18 @@ class TestShowingShared:
     @pytest.mark.parametrize(
         "use",
         [
-            lambda own: own.apply_(sparse(2, [1])),
-            lambda own: own.apply_counts_(np.ones(2, np.int32)),
-            lambda own: own.flush_residual_(),
-            lambda own: own.regrid_(),
-            lambda own: own.sync_from_parameters_(),
-            lambda own: own.residual_counts(),
-            lambda own: own.replace_shared_(np.zeros(2, np.int32), GRID),
-            lambda own: own.farthest(),
-            lambda own: own.commit_(np.array([1], np.int32), 1, math.inf),
-            lambda own: ResidualView(own, [(own.groups[0], slice(0, 2))]).find(1),
+            lambda vector: vector.apply_(sparse(2, [1])),
+            lambda vector: vector.apply_counts_(np.ones(2, np.int32)),
+            lambda vector: vector.flush_residual_(),
+            lambda vector: vector.regrid_(),
+            lambda vector: vector.sync_from_parameters_(),
+            lambda vector: vector.residual_counts(),
+            lambda vector: vector.replace_shared_(np.zeros(2, np.int32), GRID),
+            lambda vector: vector.farthest(),
+            lambda vector: vector.commit_(np.array([1], np.int32), 1, math.inf),
+            lambda vector: ResidualView(vector, [(vector.groups[0], slice(0, 2))]).find(
+                1
+            ),
         ],
         ids=[
             *("apply", "counts", "flush", "regrid", "sync"),

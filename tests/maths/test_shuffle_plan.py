@@ -83,15 +83,15 @@ def test_a_bucket_has_its_share_of_each_tenth_of_the_data(lengths):
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changed",
     [([3, 4], 2, 4, 0), ([4, 3], 1, 4, 0), ([4, 3], 2, 2, 0), ([4, 3], 2, 4, None)],
     ids=["lengths", "file_rows", "buckets", "seed"],
 )
-def test_the_checksum_tells_plans_apart(other):
-    own = ([4, 3], 2, 4, 0)
+def test_the_checksum_tells_plans_apart(changed):
+    arguments = ([4, 3], 2, 4, 0)
 
-    assert ShufflePlan(*other).checksum != ShufflePlan(*own).checksum
-    assert ShufflePlan(*own).checksum == ShufflePlan(*own).checksum
+    assert ShufflePlan(*changed).checksum != ShufflePlan(*arguments).checksum
+    assert ShufflePlan(*arguments).checksum == ShufflePlan(*arguments).checksum
 
 
 def test_a_plan_of_many_pieces_and_buckets_is_small():

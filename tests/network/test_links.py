@@ -53,13 +53,13 @@ def four(network, own_client):
     [(None, "plain"), ("100mbit", "mesh"), ("10mbit", "plain"), ("10mbit", "mesh")],
 )
 def test_it_trains_at_every_rate(network, four, rate, routing, tmp_path):
-    own = recorded(four, routing, tmp_path)
+    fitted = recorded(four, routing, tmp_path)
     if rate is not None:
         network.limit(rate)
 
-    history = fit(own)
+    history = fit(fitted)
 
-    check(own, history, 4, tmp_path)
+    check(fitted, history, 4, tmp_path)
 
 
 class Unplugs(Callback):
@@ -80,11 +80,11 @@ def test_a_link_that_is_down_for_a_while_costs_nothing_but_time(
     network, four, tmp_path
 ):
     # In a mesh, the two workers of that host exchange with each other.
-    own = recorded(four, "mesh", tmp_path, callbacks=[Unplugs(network, host=2)])
+    fitted = recorded(four, "mesh", tmp_path, callbacks=[Unplugs(network, host=2)])
 
-    history = fit(own)
+    history = fit(fitted)
 
-    check(own, history, 4, tmp_path)
+    check(fitted, history, 4, tmp_path)
     # The link was down during training: no replica passes a barrier meanwhile.
     assert max(history.column("seconds")) > 0.9 * DOWN_S
 
@@ -93,17 +93,17 @@ def test_a_link_that_is_down_for_a_while_costs_nothing_but_time(
 def test_a_link_that_is_down_for_longer_than_silence_costs_a_replica(
     network, four, routing, tmp_path
 ):
-    own = recorded(four, routing, tmp_path)
+    fitted = recorded(four, routing, tmp_path)
     script = Script(
         (4, lambda: network.unplug(0)), (3, lambda: network.plug(0)), (4, enough)
     )
 
     with dask.config.set({"daskdl.timeouts.silence": "4s"}):
-        script.run(own, X, Y)
+        script.run(fitted, X, Y)
 
     ends = [records(tmp_path, row["epoch"]) for row in script.rows]
     for end in ends:
         check_barrier(end)
     assert [len(end) for end in ends] == [row["replicas"] for row in script.rows]
     assert len(set().union(*ends)) == 5  # the returning replica has a new number
-    check_learnt(own)
+    check_learnt(fitted)

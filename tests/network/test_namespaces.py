@@ -34,19 +34,19 @@ def test_each_host_is_reached():
 
 
 def test_two_networks_do_not_collide():
-    with Network(1) as one, Network(1) as other:
-        assert one.name(0) != other.name(0)
-        assert one.addresses != other.addresses
-        assert answers(one.addresses[0])
-        assert answers(other.addresses[0])
+    with Network(1) as first, Network(1) as second:
+        assert first.name(0) != second.name(0)
+        assert first.addresses != second.addresses
+        assert answers(first.addresses[0])
+        assert answers(second.addresses[0])
 
 
 def left(network):
     """Namespaces and links of a network."""
     namespaces = run("ip netns list").split()
     links = re.findall(r"^\d+: ([^@:]+)", run("ip link show"), re.MULTILINE)
-    own = [network.name(0), network.name(0).split("-")[0]]
-    return [name for name in (*namespaces, *links) if name in own]
+    prefixes = [network.name(0), network.name(0).split("-")[0]]
+    return [name for name in (*namespaces, *links) if name in prefixes]
 
 
 def fail_in(network):

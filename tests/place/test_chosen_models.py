@@ -44,52 +44,52 @@ def noisy(rate=0.5, **options):
     )
 
 
-def check_nothing_is_lost(own, folder, epochs):
+def check_nothing_is_lost(fitted, folder, epochs):
     for epoch in range(epochs):
         check_barrier(records(folder, epoch))
     ends = records(folder, epochs - 1)
     expected = ends[0]["start"] + sum(end["progress"] for end in ends.values())
-    np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=ATOL)
+    np.testing.assert_allclose(delivered(fitted), expected, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 8])
 def test_residuals_that_hold_progress_are_delivered(tmp_path, max_staleness):
     master = Recorded(str(tmp_path), coarse(max_staleness=max_staleness), atol=ATOL)
-    own = trainer(False, master=master, optimizer=plain)
+    fitted = trainer(False, master=master, optimizer=plain)
 
-    history = own.fit(X, Y, epochs=3, batch_size=8, validation=(X, Y))
+    history = fitted.fit(X, Y, epochs=3, batch_size=8, validation=(X, Y))
 
     compared = [0, 1, 2] if max_staleness == 0 else [0, 2]  # the first and the last
     for row in map(history.__getitem__, compared):
         assert row["delivered"]
         assert row["delivered_loss"] < row["shared_loss"]
-    check_shows_what_was_validated(own, (X, Y))
-    check_nothing_is_lost(own, tmp_path, 3)
+    check_shows_what_was_validated(fitted, (X, Y))
+    check_nothing_is_lost(fitted, tmp_path, 3)
 
 
 def test_the_delivered_model_is_better_than_one_that_keeps_residuals():
     losses = []
     for compare_models in (True, False):
         master = coarse(compare_models=compare_models)
-        own = trainer(False, master=master, optimizer=plain)
-        own.fit(X, Y, epochs=2, batch_size=8)
-        losses.append(own.evaluate(X, Y)["loss"])
+        fitted = trainer(False, master=master, optimizer=plain)
+        fitted.fit(X, Y, epochs=2, batch_size=8)
+        losses.append(fitted.evaluate(X, Y)["loss"])
 
     assert losses[0] < 0.9 * losses[1]
-    assert math.isnan(own.history_[-1]["shared_loss"])
-    assert own.history_.column("delivered") == [False] * 2
+    assert math.isnan(fitted.history_[-1]["shared_loss"])
+    assert fitted.history_.column("delivered") == [False] * 2
 
 
 def test_residuals_that_are_noise_stay(tmp_path):
-    own = noisy()
-    own.master = Recorded(str(tmp_path), own.master, atol=ATOL)
+    fitted = noisy()
+    fitted.master = Recorded(str(tmp_path), fitted.master, atol=ATOL)
 
-    history = own.fit(NOISE_X, NOISE_Y, epochs=4, batch_size=8)
+    history = fitted.fit(NOISE_X, NOISE_Y, epochs=4, batch_size=8)
 
     assert history.column("delivered") == [False] * 4
     for row in history:
         assert row["delivered_loss"] >= row["shared_loss"]
-    check_nothing_is_lost(own, tmp_path, 4)
+    check_nothing_is_lost(fitted, tmp_path, 4)
 
 
 class Impure(nn.Module):
@@ -110,9 +110,9 @@ class Impure(nn.Module):
 def test_models_that_change_their_input_are_scored_on_what_was_there(one_thread):
     scores = []
     for in_place in (True, False):
-        own = noisy()
-        own.model = functools.partial(Impure, in_place)
-        row = own.fit(NOISE_X, NOISE_Y, batch_size=8)[0]
+        fitted = noisy()
+        fitted.model = functools.partial(Impure, in_place)
+        row = fitted.fit(NOISE_X, NOISE_Y, batch_size=8)[0]
         scores.append((row["shared_loss"], row["delivered_loss"]))
 
     assert scores[0] == scores[1]
@@ -131,12 +131,12 @@ def test_a_comparison_without_delivery_changes_nothing(one_thread):
     runs = []
     for compare_models in (True, False):
         RandomStates.seen.clear()
-        own = noisy(rate=2.0, compare_models=compare_models)
-        own.model, own.callbacks = Impure, [RandomStates()]
-        history = own.fit(NOISE_X, NOISE_Y, epochs=2, batch_size=8)
+        fitted = noisy(rate=2.0, compare_models=compare_models)
+        fitted.model, fitted.callbacks = Impure, [RandomStates()]
+        history = fitted.fit(NOISE_X, NOISE_Y, epochs=2, batch_size=8)
         assert history.column("delivered") == [False] * 2
         assert {*RandomStates.seen[1]} == {RandomStates.seen[0][-1]}
-        runs.append((parameters_of(own.model_), history.column("loss")))
+        runs.append((parameters_of(fitted.model_), history.column("loss")))
 
     np.testing.assert_equal(runs[0], runs[1])
 
@@ -144,10 +144,10 @@ def test_a_comparison_without_delivery_changes_nothing(one_thread):
 def test_lockstep_runs_with_deliveries_repeat_bit_for_bit():
     runs = []
     for _ in range(2):
-        own = trainer(False, master=coarse(), model=mlp, seed=7)
-        history = own.fit(X, Y, epochs=3, batch_size=8)
+        fitted = trainer(False, master=coarse(), model=mlp, seed=7)
+        history = fitted.fit(X, Y, epochs=3, batch_size=8)
         assert any(history.column("delivered"))
         names = "loss", "shared_loss", "delivered_loss", "delivered"
-        runs.append((parameters_of(own.model_), [*map(history.column, names)]))
+        runs.append((parameters_of(fitted.model_), [*map(history.column, names)]))
 
     np.testing.assert_equal(runs[0], runs[1])

@@ -15,7 +15,7 @@ class New(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.made = {}
+        self.memory = {}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
@@ -24,14 +24,14 @@ class New(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 memory = tensor.untyped_storage()
                 if memory.nbytes() >= SIZE:
-                    self.made[memory.data_ptr()] = memory  # it is not given back
+                    self.memory[memory.data_ptr()] = memory  # it is not given back
         return result
 
 
 class Watched(torch.optim.SGD):
     """Counts them from the beginning of each step to the update."""
 
-    made = ()  # how many, of each step
+    allocations = ()  # how many, of each step
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
@@ -40,21 +40,21 @@ class Watched(torch.optim.SGD):
 
     def step(self, closure=None):
         self.new.__exit__(None, None, None)
-        Watched.made += (len(self.new.made),)
+        Watched.allocations += (len(self.new.memory),)
         return super().step(closure)
 
 
 def test_clipping_allocates_no_tensors_of_the_gradients_size(monkeypatch):
     counts = []
     for norm in (None, 1e-3):
-        monkeypatch.setattr(Watched, "made", ())
+        monkeypatch.setattr(Watched, "allocations", ())
         trainer(
             False,
             model=lambda: nn.Sequential(nn.Linear(20, 512), nn.Linear(512, 4)),
             optimizer=lambda parameters: Watched(parameters, lr=0.1),
             clip_grad_norm=norm,
         ).fit(X, Y, batch_size=4)
-        counts.append(Watched.made)
+        counts.append(Watched.allocations)
 
     assert counts[0] == counts[1]
     assert len(counts[0]) == 16

@@ -74,11 +74,11 @@ def plain(parameters):
 
 def fitted(case, batch_size, accumulate, **options):
     model, loss, y = case
-    own = trainer(
+    fitted = trainer(
         False, model=model, loss=loss, optimizer=plain, accumulate=accumulate, **options
     )
-    own.fit(X, y, batch_size=batch_size, epochs=2, shuffle=False)
-    return own
+    fitted.fit(X, y, batch_size=batch_size, epochs=2, shuffle=False)
+    return fitted
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,10 @@ def test_accumulated_batches_are_one_large_batch(case, master):
 @pytest.mark.parametrize("name", [name for name in CASES if name != "several"])
 def test_scores_do_not_depend_on_the_batch_size(name):
     model, loss, y = CASES[name]
-    own = trainer(False, model=model, loss=loss, optimizer=plain)
-    own.fit(X, y, batch_size=96)
+    fitted = trainer(False, model=model, loss=loss, optimizer=plain)
+    fitted.fit(X, y, batch_size=96)
 
-    whole, cut = (own.evaluate(X, y, batch_size=size) for size in (96, 5))
+    whole, cut = (fitted.evaluate(X, y, batch_size=size) for size in (96, 5))
 
     assert cut == pytest.approx(whole, rel=1e-5)
 
@@ -136,13 +136,13 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_labels():
         return torch.optim.SGD(parameters, lr=1e-30)
 
     loss = nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 1.0, 0.2]))
-    own = trainer(False, model=net, loss=loss, optimizer=still)
+    fitted = trainer(False, model=net, loss=loss, optimizer=still)
 
-    own.fit(X, Y, batch_size=8, validation=(X, Y))
+    fitted.fit(X, Y, batch_size=8, validation=(X, Y))
 
-    mean = loss(own.model_(torch.from_numpy(X)), torch.from_numpy(Y)).item()
-    assert own.history_[0]["loss"] == pytest.approx(mean, rel=1e-5)
-    assert own.history_[0]["val_loss"] == pytest.approx(mean, rel=1e-5)
+    mean = loss(fitted.model_(torch.from_numpy(X)), torch.from_numpy(Y)).item()
+    assert fitted.history_[0]["loss"] == pytest.approx(mean, rel=1e-5)
+    assert fitted.history_[0]["val_loss"] == pytest.approx(mean, rel=1e-5)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -157,14 +157,14 @@ def test_a_batch_without_labels_trains_as_in_a_plain_loop(one_thread, accumulate
         functional.cross_entropy(output, labels).backward()
         optimizer.step()
 
-    own = trainer(False, model=net, accumulate=accumulate)
-    own.fit(X, Y, batch_size=8, shuffle=False)
+    fitted = trainer(False, model=net, accumulate=accumulate)
+    fitted.fit(X, Y, batch_size=8, shuffle=False)
 
     for name, value in parameters_of(model).items():
         if accumulate == 1:
-            assert (parameters_of(own.model_)[name] == value).all(), name
+            assert (parameters_of(fitted.model_)[name] == value).all(), name
         else:
-            np.testing.assert_allclose(parameters_of(own.model_)[name], value, 1e-4)
+            np.testing.assert_allclose(parameters_of(fitted.model_)[name], value, 1e-4)
 
 
 class Losses(Callback):
@@ -178,14 +178,14 @@ class Losses(Callback):
 @pytest.mark.parametrize("autocast", [None, torch.float16])
 def test_no_label_at_all_is_no_divergence(autocast):
     nothing, watch = np.full(96, -100), Losses()
-    own = trainer(False, model=net, callbacks=[watch], autocast=autocast)
+    fitted = trainer(False, model=net, callbacks=[watch], autocast=autocast)
 
-    own.fit(X, nothing, validation=(X, nothing))
+    fitted.fit(X, nothing, validation=(X, nothing))
 
-    assert np.isnan([own.history_[0]["loss"], own.history_[0]["val_loss"]]).all()
-    assert np.isnan(own.evaluate(X, nothing)["loss"])
+    assert np.isnan([fitted.history_[0]["loss"], fitted.history_[0]["val_loss"]]).all()
+    assert np.isnan(fitted.evaluate(X, nothing)["loss"])
     start = parameters_of(start_of(net))
-    for name, value in parameters_of(own.model_).items():
+    for name, value in parameters_of(fitted.model_).items():
         assert (value == start[name]).all(), name
 
 
@@ -214,10 +214,10 @@ OWN = {
 
 @pytest.mark.parametrize("objective", OWN.values(), ids=OWN)
 def test_a_loss_of_the_users_own_that_divides_by_no_label_is_named(objective):
-    own = trainer(False, model=net, **objective)
+    failing = trainer(False, model=net, **objective)
 
     with pytest.raises(DivergedError, match="no label of this batch counts") as caught:
-        own.fit(X, Y, batch_size=8, shuffle=False)
+        failing.fit(X, Y, batch_size=8, shuffle=False)
 
     assert "learning rate" not in str(caught.value)
 

@@ -51,13 +51,13 @@ class Shrink(Callback):
 def test_an_epoch_that_drops_all_rows_ends_the_fit(replicas, epoch, monkeypatch):
     monkeypatch.setattr(Stream, "rows", 200)
     master = GradientSharing(replicas_per_worker=replicas)
-    own = trainer(False, master=master, callbacks=[Shrink(epoch)])
+    interrupted = trainer(False, master=master, callbacks=[Shrink(epoch)])
     message = f"in epoch {epoch}: drop_last=True left out 20 exam.*batch_size, fewer"
 
     with pytest.raises(DataError, match=message):
-        own.fit(Stream(), batch_size=32, drop_last=True, epochs=3)
+        interrupted.fit(Stream(), batch_size=32, drop_last=True, epochs=3)
 
-    assert [row["examples"] > 0 for row in own.history_] == [True] * epoch
+    assert [row["examples"] > 0 for row in interrupted.history_] == [True] * epoch
 
 
 def test_the_error_counts_bad_rows_and_dropped_rows():
@@ -82,9 +82,9 @@ def step(model, batch):
 
 def test_incomplete_batches_are_not_trained_on():
     batches.clear()
-    own = trainer(False, loss=None, step=step, master=kept())
+    fitted = trainer(False, loss=None, step=step, master=kept())
 
-    history = own.fit(X[:100], Y[:100], batch_size=32, epochs=2, drop_last=True)
+    history = fitted.fit(X[:100], Y[:100], batch_size=32, epochs=2, drop_last=True)
 
     assert batches == [32, 32, 32] * 2
     assert history.column("examples") == [96, 96]
@@ -104,18 +104,18 @@ def test_a_lone_row_joins_the_batch_before_it_if_there_is_batch_norm(
     model, count, sizes
 ):
     batches.clear()
-    own = trainer(False, loss=None, step=step, model=model)
+    fitted = trainer(False, loss=None, step=step, model=model)
 
-    own.fit(X[:count], Y[:count], batch_size=32)
+    fitted.fit(X[:count], Y[:count], batch_size=32)
 
     assert batches == sizes
-    assert own.history_[0]["examples"] == count
+    assert fitted.history_[0]["examples"] == count
 
 
 def test_drop_last_leaves_a_lone_row_out():
-    own = trainer(False, model=normalised)
+    fitted = trainer(False, model=normalised)
 
-    assert own.fit(X[:33], Y[:33], drop_last=True).column("examples") == [32]
+    assert fitted.fit(X[:33], Y[:33], drop_last=True).column("examples") == [32]
 
 
 MASTERS = {
@@ -139,7 +139,7 @@ def test_a_lone_row_is_trained_on_however_rows_are_cut(master, seed, tmp_path):
     trained = TrainedRows(tmp_path / "rows")
     checkpoint = Checkpoint(str(tmp_path / "saved"), every="2 steps")
     (tmp_path / "rows").mkdir()
-    own = trainer(
+    fitted = trainer(
         False,
         model=normalised,
         loss=trained,
@@ -148,7 +148,7 @@ def test_a_lone_row_is_trained_on_however_rows_are_cut(master, seed, tmp_path):
         seed=seed,
     )
 
-    own.fit(parts, batch_size=size, epochs=2)
+    fitted.fit(parts, batch_size=size, epochs=2)
 
     assert trained.by_epoch() == [Counter(range(starts[-1]))] * 2
 
@@ -162,9 +162,9 @@ def test_a_single_row_of_its_length_is_trained_on():
         dask.delayed((np.ones((count, 1, length), np.float32), np.zeros(count, int)))
         for count, length in ((4, 5), (1, 7), (2, 9))
     ]
-    own = trainer(False, model=model)
+    fitted = trainer(False, model=model)
 
-    assert own.fit(parts, batch_size=4).column("examples") == [7]
+    assert fitted.fit(parts, batch_size=4).column("examples") == [7]
 
 
 def test_batch_norm_with_batches_of_one_row_is_refused():
@@ -181,10 +181,10 @@ def without_statistics():
 
 def test_batch_norm_without_running_statistics_needs_drop_last():
     master = GradientSharing(replicas_per_worker=2, max_staleness=0)
-    own = trainer(False, model=without_statistics, master=master)
+    fitted = trainer(False, model=without_statistics, master=master)
 
     with pytest.raises(ModelError, match=r"one row.*fit\(drop_last=True\)"):
-        own.fit(X[:17], Y[:17], batch_size=16)
+        fitted.fit(X[:17], Y[:17], batch_size=16)
 
-    own.fit(X[:17], Y[:17], batch_size=16, drop_last=True)
-    assert own.history_[-1]["examples"] == 16
+    fitted.fit(X[:17], Y[:17], batch_size=16, drop_last=True)
+    assert fitted.history_[-1]["examples"] == 16

@@ -48,13 +48,13 @@ class Late(LocalChannel):
 
     def __init__(self, run, spec, snapshot, loss):
         super().__init__(run, spec)
-        self.given = snapshot
-        own = EpochReport(totals=EpochTotals(loss, 1), best=RECORD, elapsed_s=1.0)
-        self.report = {"payloads": [[0, own.to_wire()]], "departed": []}
+        self.snapshot = snapshot
+        report = EpochReport(totals=EpochTotals(loss, 1), best=RECORD, elapsed_s=1.0)
+        self.report = {"payloads": [[0, report.to_wire()]], "departed": []}
 
     def join(self):
         super().join()
-        return JoinResult([0], self.given)
+        return JoinResult([0], self.snapshot)
 
     def activate(self, step):
         return ActivateResult([0], 3, self.report)

@@ -52,12 +52,12 @@ MASTERS = {
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_returned_model_is_the_one_validated_last(master, replicas):
     master = dataclasses.replace(master, replicas_per_worker=replicas)
-    own = trainer(False, model=normalised, master=master, optimizer=adamw)
+    fitted = trainer(False, model=normalised, master=master, optimizer=adamw)
 
     for _ in range(2):  # the second one begins with what the first has left
-        own.fit(X, Y, epochs=2, batch_size=16, validation=HELD)
+        fitted.fit(X, Y, epochs=2, batch_size=16, validation=HELD)
 
-        check_shows_what_was_validated(own, HELD)
+        check_shows_what_was_validated(fitted, HELD)
 
 
 class Book:
@@ -111,8 +111,8 @@ def sharing(replicas, **options):
     return kept(replicas_per_worker=replicas, compare_models=False, **options)
 
 
-def fit(own):
-    own.fit(X, Y, batch_size=16)
+def fit(trainer):
+    trainer.fit(X, Y, batch_size=16)
 
 
 def load(folder):
@@ -138,8 +138,8 @@ def nudged(model):
 CHANGES = {"all replaced": replaced, "one moved": nudged}
 
 
-def model_of(own):
-    return vector(own.model_).double().numpy()
+def model_of(fitted):
+    return vector(fitted.model_).double().numpy()
 
 
 # Each move of a parameter of about 1 is rounded to float32.
@@ -154,15 +154,15 @@ class TestConservation:
     @pytest.mark.parametrize("options", [{}, {"apply": "strict"}], ids=str)
     @pytest.mark.parametrize("replicas", [(2,), (2, 2), (3, 2), (2, 3), (2, 1, 2)])
     def test_nothing_is_lost_and_nothing_counts_twice(self, replicas, options):
-        own = booked()
+        fitted = booked()
 
         for count in replicas:
-            own.master = sharing(count, **options)
-            fit(own)
-        shown = model_of(own)
+            fitted.master = sharing(count, **options)
+            fit(fitted)
+        shown = model_of(fitted)
 
         expected = self.START + Book.moved
-        np.testing.assert_allclose(delivered(own), expected, **CLOSE)
+        np.testing.assert_allclose(delivered(fitted), expected, **CLOSE)
         assert np.abs(shown - expected).max() > 1e-3  # there was something left
 
     def test_a_fit_that_fails_before_the_first_sync_keeps_the_residual(self):
@@ -170,45 +170,45 @@ class TestConservation:
             def on_step_end(self, step):
                 raise RuntimeError
 
-        own = booked()
-        fit(own)
-        shown, expected = model_of(own), self.START + Book.moved
-        own.optimizer = still
+        fitted = booked()
+        fit(fitted)
+        shown, expected = model_of(fitted), self.START + Book.moved
+        fitted.optimizer = still
 
         for replicas in (2, 1):
-            own.master, own.callbacks = sharing(replicas), [Fail()]
+            fitted.master, fitted.callbacks = sharing(replicas), [Fail()]
             with pytest.raises(RuntimeError):
-                fit(own)
-            np.testing.assert_array_equal(model_of(own), shown)
+                fit(fitted)
+            np.testing.assert_array_equal(model_of(fitted), shown)
 
-        np.testing.assert_allclose(delivered(own), expected, **CLOSE)
+        np.testing.assert_allclose(delivered(fitted), expected, **CLOSE)
 
     @pytest.mark.parametrize("replicas", [1, 2])
     @pytest.mark.parametrize("outer", [None, lambda p: torch.optim.SGD(p, lr=1.0)])
     def test_averaging_starts_with_the_whole_residual(self, replicas, outer):
-        own = booked()
-        fit(own)
+        fitted = booked()
+        fit(fitted)
         expected = self.START + Book.moved
 
-        own.optimizer = still
-        own.master = ParameterAveraging(replicas_per_worker=replicas, outer=outer)
+        fitted.optimizer = still
+        fitted.master = ParameterAveraging(replicas_per_worker=replicas, outer=outer)
         for _ in range(2):  # and only once
-            fit(own)
-            np.testing.assert_allclose(model_of(own), expected, **CLOSE)
+            fit(fitted)
+            np.testing.assert_allclose(model_of(fitted), expected, **CLOSE)
 
     @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
     def test_the_next_fit_starts_from_weights_changed_by_the_user(
         self, change, caplog, tmp_path
     ):
-        own = booked()
-        fit(own)
-        change(own.model_)
-        expected = model_of(own)
-        own.save(tmp_path)
+        fitted = booked()
+        fit(fitted)
+        change(fitted.model_)
+        expected = model_of(fitted)
+        fitted.save(tmp_path)
         again = load(tmp_path)
 
         with caplog.at_level(logging.WARNING, logger="daskdl"):
-            got = delivered(own)
+            got = delivered(fitted)
 
         np.testing.assert_allclose(got, expected, **CLOSE)
         assert "unsent residuals are dropped" in caplog.text

@@ -36,14 +36,14 @@ def averaging(replicas, **options):
 
 
 def fitted(master, *, model=mlp, optimizer=sgd, data=(X, Y), **options):
-    own = trainer(False, master=master, model=model, optimizer=optimizer)
+    fitted = trainer(False, master=master, model=model, optimizer=optimizer)
     options = {"epochs": 2, "batch_size": 16, "shuffle": False, **options}
-    own.fit(*data, **options)
-    return own
+    fitted.fit(*data, **options)
+    return fitted
 
 
-def check_close(own, expected, **close):
-    got = parameters_of(own.model_)
+def check_close(trained, expected, **close):
+    got = parameters_of(trained.model_)
     for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, **close)
 
@@ -53,7 +53,7 @@ def test_averaging_each_step_of_plain_sgd_is_a_larger_batch(replicas):
     batch, steps = 10, 6
     x, y = X[: replicas * batch * steps], Y[: replicas * batch * steps]
 
-    own = fitted(
+    trained = fitted(
         averaging(replicas, frequency=1),
         optimizer=plain,
         data=(x, y),
@@ -64,7 +64,7 @@ def test_averaging_each_step_of_plain_sgd_is_a_larger_batch(replicas):
     order = np.arange(len(x)).reshape(replicas, steps, batch).swapaxes(0, 1).ravel()
     loop = {"seed": 0, "epochs": 2, "batch_size": replicas * batch}
     expected = plain_loop(mlp, plain, **loop, x=x[order], y=y[order])
-    check_close(own, expected, rtol=1e-6, atol=1e-6)
+    check_close(trained, expected, rtol=1e-6, atol=1e-6)
 
 
 OPTIONS = {
@@ -84,10 +84,10 @@ MODELS = pytest.mark.parametrize(
 )
 
 
-def check_averaged(own, data, made, **options):
+def check_averaged(trained, data, start, **options):
     """Check against the reference loop."""
-    expected = averaged_loop(made, *data, replicas=3, batch_size=16, **options)
-    check_close(own, parameters_of(expected), rtol=1e-5, atol=1e-6)
+    expected = averaged_loop(start, *data, replicas=3, batch_size=16, **options)
+    check_close(trained, parameters_of(expected), rtol=1e-5, atol=1e-6)
 
 
 @MODELS
@@ -95,9 +95,9 @@ def check_averaged(own, data, made, **options):
 def test_uneven_replicas_average_like_a_reference_loop(model, optimizer, options):
     options = {"frequency": 2, **options}
 
-    own = fitted(averaging(3, **options), model=model, optimizer=optimizer)
+    trained = fitted(averaging(3, **options), model=model, optimizer=optimizer)
 
-    check_averaged(own, (X, Y), (start_of(model), optimizer), epochs=2, **options)
+    check_averaged(trained, (X, Y), (start_of(model), optimizer), epochs=2, **options)
 
 
 @pytest.mark.slow
@@ -108,20 +108,20 @@ def test_with_compression_the_mean_at_the_end_of_an_epoch_is_exact(
 ):
     master = averaging(3, frequency=frequency, compression="dense8")
 
-    own = fitted(master, model=model, optimizer=optimizer, data=MANY, epochs=1)
+    trained = fitted(master, model=model, optimizer=optimizer, data=MANY, epochs=1)
 
-    made = (start_of(model), optimizer)
-    check_averaged(own, MANY, made, epochs=1, frequency=frequency)
+    start = (start_of(model), optimizer)
+    check_averaged(trained, MANY, start, epochs=1, frequency=frequency)
 
 
 @pytest.mark.slow
 def test_one_replica_with_an_outer_optimizer_rounds_nothing():
-    own, other = (
+    compressed, exact = (
         fitted(averaging(1, compression=kind, frequency=3, outer=nesterov))
         for kind in ("dense8", None)
     )
 
-    check_close(own, parameters_of(other.model_), rtol=0)
+    check_close(compressed, parameters_of(exact.model_), rtol=0)
 
 
 def wide():
@@ -136,7 +136,7 @@ def wide():
     [(plain, {}), (sgd, {}), (adam, {"average_optimizer": False})],
 )
 def test_compression_sends_about_a_quarter_of_the_bytes(optimizer, options):
-    own, other = (
+    compressed, exact = (
         fitted(
             averaging(2, compression=kind, frequency=1, **options),
             model=wide,
@@ -147,39 +147,41 @@ def test_compression_sends_about_a_quarter_of_the_bytes(optimizer, options):
     )
 
     for name in ("dense_bytes", "density", "examples"):
-        assert own.column(name) == other.column(name)
+        assert compressed.column(name) == exact.column(name)
     # 30 averagings, and what is left over once as it is
     for name in ("sent_bytes", "received_bytes"):
-        pairs = zip(own.column(name), other.column(name), strict=True)
+        pairs = zip(compressed.column(name), exact.column(name), strict=True)
         assert max(few / many for few, many in pairs) < 0.27 + 1 / 30
-    assert set(own.steps.column("kind")) == {"DENSE8"}
-    assert 0 < min(own.steps.column("residual_norm")) < 0.1
+    assert set(compressed.steps.column("kind")) == {"DENSE8"}
+    assert 0 < min(compressed.steps.column("residual_norm")) < 0.1
 
 
 def test_the_optimizer_of_the_trainer_is_the_averaged_one():
-    own = fitted(averaging(2, frequency=2), optimizer=adam)
+    trained = fitted(averaging(2, frequency=2), optimizer=adam)
 
-    states = own.optimizer_.state_dict()["state"]
+    states = trained.optimizer_.state_dict()["state"]
 
     steps = {state["step"].item() for state in states.values()}
     assert steps == {2 * 11}  # the most that one replica has made, of 21 in an epoch
 
 
 def test_the_history_has_the_columns_of_averaging():
-    own = fitted(averaging(3, frequency=2), epochs=1, validation=(X, Y))
+    trained = fitted(averaging(3, frequency=2), epochs=1, validation=(X, Y))
 
-    row = own.history_[0]
+    row = trained.history_[0]
 
     assert row["examples"] == len(X)
     assert (row["density"], row["replicas"]) == (1.0, 3)
     assert row["received_bytes"] > 0
     assert row["val_accuracy"] > 0.5
-    assert "MEAN" in own.history_.steps.column("kind")
+    assert "MEAN" in trained.history_.steps.column("kind")
 
 
 def test_parameters_of_half_precision_are_averaged_in_single():
     data = torch.from_numpy(X).to(torch.bfloat16), Y
 
-    own = fitted(averaging(2, frequency=2), model=lambda: mlp().bfloat16(), data=data)
+    trained = fitted(
+        averaging(2, frequency=2), model=lambda: mlp().bfloat16(), data=data
+    )
 
-    assert {p.dtype for p in own.model_.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in trained.model_.parameters()} == {torch.bfloat16}

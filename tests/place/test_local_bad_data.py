@@ -33,9 +33,9 @@ class Flat(nn.Module):
 
 def fit(data, model=mlp, **options):
     master = daskdl.GradientSharing(replicas_per_worker=2)
-    own = trainer(False, model=model, master=master)
+    fitted = trainer(False, model=model, master=master)
     options = {"epochs": 2, "batch_size": 8, "on_bad_batch": "skip", **options}
-    return own.fit(data, **options)
+    return fitted.fit(data, **options)
 
 
 def check_left_out(history, trained, skipped):
@@ -47,8 +47,8 @@ def check_left_out(history, trained, skipped):
 def npz(tmp_path):
     x, y = rows(FILES * EACH)
     for i in range(FILES):
-        own = slice(i * EACH, (i + 1) * EACH)
-        np.savez(tmp_path / f"{i}.npz", x=x[own], y=y[own])
+        file_rows = slice(i * EACH, (i + 1) * EACH)
+        np.savez(tmp_path / f"{i}.npz", x=x[file_rows], y=y[file_rows])
     return tmp_path
 
 
@@ -134,12 +134,12 @@ def test_an_unreadable_file_of_unknown_length_counts_as_one(npz, approach):
 
 @in_place_or_exported
 def test_an_unreadable_delayed_part_counts_as_one(approach):
-    def made(number):
+    def unreadable(number):
         if number == 1:
             raise ValueError("no part 1")
         return rows(16, seed=number)
 
-    parts = [dask.delayed(made)(i) for i in range(3)]
+    parts = [dask.delayed(unreadable)(i) for i in range(3)]
     check_left_out(fit(parts, approach=approach), 32, 1)
 
 
@@ -194,9 +194,9 @@ def test_files_left_out_do_not_change_the_other_steps(npz):
     good = [str(npz / f"{i}.npz") for i in range(FILES)]
     models = []
     for data in (str(npz), good):
-        own = trainer(False, optimizer=sgd)
-        own.fit(data, batch_size=16, on_bad_batch="skip", shuffle=False)
-        models.append(own.model_.state_dict())
+        fitted = trainer(False, optimizer=sgd)
+        fitted.fit(data, batch_size=16, on_bad_batch="skip", shuffle=False)
+        models.append(fitted.model_.state_dict())
 
     for name, value in models[0].items():
         assert torch.equal(value, models[1][name])
@@ -388,10 +388,10 @@ class TestBadItems:
         assert "item 70 of the dataset" in "\n".join([str(caught.value), *notes])
 
     def test_are_left_out_of_validation_and_evaluations(self):
-        own = trainer(False)
-        own.fit(*rows(64), validation=Torn({70}), on_bad_batch="skip")
-        found = daskdl.evaluate(
-            own.model_,
+        fitted = trainer(False)
+        fitted.fit(*rows(64), validation=Torn({70}), on_bad_batch="skip")
+        evaluated = daskdl.evaluate(
+            fitted.model_,
             Torn({70}),
             loss=nn.CrossEntropyLoss(),
             on_bad_batch="skip",
@@ -400,17 +400,17 @@ class TestBadItems:
 
         good = Subset(Torn(()), [i for i in range(128) if i != 70])
         loss = nn.CrossEntropyLoss()
-        expected = daskdl.evaluate(own.model_, good, loss=loss, client=False)
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        validated = own.history_[-1]["val_loss"]
+        expected = daskdl.evaluate(fitted.model_, good, loss=loss, client=False)
+        assert evaluated["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        validated = fitted.history_[-1]["val_loss"]
         assert validated == pytest.approx(expected["loss"], rel=1e-5)
 
     @pytest.mark.parametrize("method", ["evaluate", "score_examples"])
     def test_are_logged_without_the_good_items_of_their_part(self, method, caplog):
-        own = trainer(False)
-        own.fit(*rows(64))
+        fitted = trainer(False)
+        fitted.fit(*rows(64))
 
-        getattr(own, method)(Torn({70}), on_bad_batch="skip")
+        getattr(fitted, method)(Torn({70}), on_bad_batch="skip")
 
         logged = [line for line in caplog.messages if "left out" in line]
         assert logged
@@ -419,13 +419,13 @@ class TestBadItems:
     @pytest.mark.parametrize("bad", [0, 70])
     @pytest.mark.parametrize("collate_fn", [None, together])
     def test_have_no_score_and_keep_their_places(self, bad, collate_fn):
-        own = trainer(False)
-        own.fit(*rows(64))
+        fitted = trainer(False)
+        fitted.fit(*rows(64))
 
         data = daskdl.data.dataset(Torn({bad}), collate_fn=collate_fn)
-        scores = own.score_examples(data, on_bad_batch="skip")
+        scores = fitted.score_examples(data, on_bad_batch="skip")
 
-        expected = own.score_examples(Torn(()))
+        expected = fitted.score_examples(Torn(()))
         expected[bad] = np.nan
         np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
@@ -436,13 +436,13 @@ def test_a_torn_file_of_one_example_keeps_its_place(tmp_path, bad):
     for i in range(40):
         np.save(tmp_path / f"{i:02}.npy", np.append(x[i], y[i]))
     source = daskdl.data.files(tmp_path, one_row, one_example=True, files_per_part=10)
-    own = trainer(False)
-    own.fit(x, y)
-    expected = own.score_examples(x, y)
+    fitted = trainer(False)
+    fitted.fit(x, y)
+    expected = fitted.score_examples(x, y)
     for i in bad:
         (tmp_path / f"{i:02}.npy").write_bytes(b"torn")
 
-    scores = own.score_examples(source, on_bad_batch="skip")
+    scores = fitted.score_examples(source, on_bad_batch="skip")
 
     expected[bad] = np.nan
     np.testing.assert_allclose(scores, expected, rtol=1e-5)

@@ -74,10 +74,10 @@ class TestHooks:
 
     def test_hooks_run_on_their_side(self):
         told = Told()
-        own = trainer(False, master=TWO, callbacks=[told])
-        own.fit(X, Y, epochs=2, batch_size=16)
+        fitted = trainer(False, master=TWO, callbacks=[told])
+        fitted.fit(X, Y, epochs=2, batch_size=16)
 
-        history = own.fit(X, Y, epochs=3, batch_size=16)
+        history = fitted.fit(X, Y, epochs=3, batch_size=16)
 
         first, second = told.fits
         assert (first.epochs, first.epochs_before) == (2, 0)
@@ -87,7 +87,7 @@ class TestHooks:
             "epochs_before": 2,
             "batch_size": 16,
             "examples": 480,
-            "parameters": sum(p.numel() for p in own.model_.parameters()),
+            "parameters": sum(p.numel() for p in fitted.model_.parameters()),
         }
         assert told.rows[2:] == list(history)
         assert [end.error for end in told.ends] == [None, None]
@@ -98,42 +98,48 @@ class TestHooks:
 
     def test_an_epoch_begins_before_its_steps(self):
         halved = functools.partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
-        own = trainer(False, callbacks=[Told()], scheduler=halved)
+        fitted = trainer(False, callbacks=[Told()], scheduler=halved)
 
-        own.fit(X, Y, epochs=2, batch_size=240)
+        fitted.fit(X, Y, epochs=2, batch_size=240)
 
         shown = [(type(t).__name__, t.epoch, t.learning_rate) for _, t in Told.seen]
-        one = [("EpochBegin", 0, 0.05), *[("Step", 0, 0.05)] * 2]
-        assert shown == [*one, ("EpochBegin", 1, 0.025), *[("Step", 1, 0.025)] * 2]
+        first_epoch = [("EpochBegin", 0, 0.05), *[("Step", 0, 0.05)] * 2]
+        assert shown == [
+            *first_epoch,
+            ("EpochBegin", 1, 0.025),
+            *[("Step", 1, 0.025)] * 2,
+        ]
         begin = Told.seen[0][1]
         assert (begin.replica, begin.replicas) == (0, 1)
 
     def test_an_exception_at_the_beginning_prevents_the_training(self):
         told = Told()
-        own = trainer(False, master=TWO, callbacks=[told, Ends("fit", [], begin=True)])
+        fitted = trainer(
+            False, master=TWO, callbacks=[told, Ends("fit", [], begin=True)]
+        )
 
         with pytest.raises(ZeroDivisionError, match="fit begins"):
-            own.fit(X, Y)
+            fitted.fit(X, Y)
 
         assert isinstance(told.ends[0].error, ZeroDivisionError)
         assert Told.seen == ()
-        assert not hasattr(own, "model_")
+        assert not hasattr(fitted, "model_")
 
     def test_on_fit_end_runs_in_reverse_order_for_callbacks_that_began(self):
         seen = []
-        own = [Ends("a", seen), Ends("b", seen), Ends("c", seen, begin=True)]
+        callbacks = [Ends("a", seen), Ends("b", seen), Ends("c", seen, begin=True)]
 
-        trainer(False, callbacks=own[:2]).fit(X, Y)
+        trainer(False, callbacks=callbacks[:2]).fit(X, Y)
         with pytest.raises(ZeroDivisionError, match="c begins"):
-            trainer(False, callbacks=own).fit(X, Y)
+            trainer(False, callbacks=callbacks).fit(X, Y)
 
         assert seen == ["b", "a", "b", "a"]
 
     def test_an_exception_at_the_end_becomes_a_note(self):
-        own = [Ends("a", [], end=True), Ends("b", [], begin=True)]
+        callbacks = [Ends("a", [], end=True), Ends("b", [], begin=True)]
 
         with pytest.raises(ZeroDivisionError, match="b begins") as caught:
-            trainer(False, callbacks=own).fit(X, Y)
+            trainer(False, callbacks=callbacks).fit(X, Y)
 
         (note,) = caught.value.__notes__
         assert note.startswith("on_fit_end of Ends(a) failed as well:\nTraceback")
@@ -188,18 +194,18 @@ class TestChanges:
             update_scale="sum",
             **options,
         )
-        own = trainer(
+        fitted = trainer(
             False,
             model=functools.partial(Known, 3, 1, bias=False, dtype=dtype),
             loss=lambda output, y: output.mean(),  # its gradient: the mean row
-            optimizer=lambda own: torch.optim.SGD(own, lr=self.QUANTUM),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=self.QUANTUM),
             master=master,
             callbacks=callbacks,
         )
         x = np.random.default_rng(0).uniform(1.0, 1.1, (2 * 20 * 4, 3))
         x, y = x.astype(np.float32), np.zeros(len(x))
-        own.fit(x, y, epochs=2, batch_size=4)
-        return delivered(own, x, y)
+        fitted.fit(x, y, epochs=2, batch_size=4)
+        return delivered(fitted, x, y)
 
     @pytest.mark.parametrize(
         ("hook", "staleness"), [("step", 0), ("epoch", None)], ids=["step", "epoch"]
@@ -226,9 +232,9 @@ class TestChanges:
 
 
 def test_the_printer_sees_a_fit(capsys):
-    own = trainer(False, master=TWO, callbacks=[PrintProgress()])
+    fitted = trainer(False, master=TWO, callbacks=[PrintProgress()])
 
-    own.fit(X, Y, epochs=2, validation=rows(seed=5))
+    fitted.fit(X, Y, epochs=2, validation=rows(seed=5))
 
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("epoch 1/2: loss ")
@@ -240,11 +246,11 @@ def test_tensorboard_gets_epochs_and_steps_of_several_fits(tmp_path):
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     )
-    own = trainer(False, master=TWO, callbacks=[TensorBoard(tmp_path)])
-    own.telemetry_every = 1
+    fitted = trainer(False, master=TWO, callbacks=[TensorBoard(tmp_path)])
+    fitted.telemetry_every = 1
 
-    first = own.fit(X, Y, epochs=2, validation=rows(seed=5))
-    second = own.fit(X, Y, epochs=1)
+    first = fitted.fit(X, Y, epochs=2, validation=rows(seed=5))
+    second = fitted.fit(X, Y, epochs=1)
 
     seen = accumulator.EventAccumulator(str(tmp_path))
     seen.Reload()

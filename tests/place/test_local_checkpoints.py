@@ -117,9 +117,9 @@ WRAPPED = {
 @pytest.fixture
 def url():
     """Of a new folder in memory."""
-    own = f"memory://local-checkpoints-{next(_numbers)}"
-    yield own
-    Series.at(own).store.delete_all()
+    new_url = f"memory://local-checkpoints-{next(_numbers)}"
+    yield new_url
+    Series.at(new_url).store.delete_all()
 
 
 def one_of(url, callbacks=(), keep=None, **options):
@@ -149,9 +149,11 @@ def assert_same(ours, theirs, but=TIMES):
     assert alike(state_of(ours), state_of(theirs))
     assert len([*ours.model_.parameters()]) == len([*theirs.model_.parameters()])
     assert len(ours.history_) == len(theirs.history_)
-    for row, other in zip(ours.history_, theirs.history_, strict=True):
-        assert row.keys() == other.keys()
-        differ = {n: (row[n], other[n]) for n in row if not alike(row[n], other[n])}
+    for row, expected in zip(ours.history_, theirs.history_, strict=True):
+        assert row.keys() == expected.keys()
+        differ = {
+            n: (row[n], expected[n]) for n in row if not alike(row[n], expected[n])
+        }
         assert differ.keys() <= but, differ
 
 
@@ -164,16 +166,16 @@ def state_of(trainer):
     }
 
 
-def alike(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        same = one.keys() == other.keys()
-        return same and all(alike(one[name], other[name]) for name in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(alike, one, other))
-    both_nan = isinstance(one, float) and math.isnan(one) and math.isnan(other)
-    return both_nan or one == other
+def alike(value, expected):
+    if isinstance(value, torch.Tensor):
+        return torch.equal(value, expected)
+    if isinstance(value, dict):
+        same = value.keys() == expected.keys()
+        return same and all(alike(value[name], expected[name]) for name in value)
+    if isinstance(value, list):
+        return len(value) == len(expected) and all(map(alike, value, expected))
+    both_nan = isinstance(value, float) and math.isnan(value) and math.isnan(expected)
+    return both_nan or value == expected
 
 
 CASES = {
@@ -243,12 +245,12 @@ def test_a_fit_resumed_within_an_epoch_is_the_same(master, which, url, one_threa
     whole, resumed = one_of(url, **options), one_of(f"{url}-later", **options)
     fits(whole)
     series = Series.at(url)
-    found = [
+    within_epochs = [
         n
         for n in series.numbers()
         if complete_at(series.folder(n)).header["sync_point"] is not None
     ]
-    number = found[which]
+    number = within_epochs[which]
 
     fits(resumed, resume=at(url, number))
 
@@ -313,10 +315,12 @@ class TestWhere:
 
         assert_same(third, whole)
         assert Series.at(url).numbers() == [1, 2, 3]
-        found = [complete_at(Series.at(url).folder(number)) for number in (1, 2, 3)]
-        assert len({one.stamp.origin for one in found}) == 1
-        assert len({one.stamp.run for one in found}) == 3
-        assert [one.header["count"] for one in found] == [1, 2, 3]
+        within_epochs = [
+            complete_at(Series.at(url).folder(number)) for number in (1, 2, 3)
+        ]
+        assert len({checkpoint.stamp.origin for checkpoint in within_epochs}) == 1
+        assert len({checkpoint.stamp.run for checkpoint in within_epochs}) == 3
+        assert [checkpoint.header["count"] for checkpoint in within_epochs] == [1, 2, 3]
 
     def test_a_second_fit_is_resumed(self, url, one_thread):
         options = {"scheduler": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5)}
@@ -343,14 +347,14 @@ class TestWhere:
 
 class TestScores:
     def test_scores_of_some_epochs(self, url, one_thread):
-        own = functools.partial(
+        make = functools.partial(
             one_of,
             callbacks=[Evaluate(every=2)],
             scheduler=lambda o: lr_scheduler.ReduceLROnPlateau(
                 o, patience=0, threshold=9
             ),
         )
-        whole, resumed = own(url), own(f"{url}-later")
+        whole, resumed = make(url), make(f"{url}-later")
         fits(whole, 4, validation=TEST)
 
         fits(resumed, 4, validation=TEST, resume=at(url, 1))
@@ -363,13 +367,13 @@ class TestScores:
         "master", [sharing(), sharing(1), averaging()], ids=["two", "one", "averaging"]
     )
     def test_the_best_model_is_restored(self, url, master, one_thread):
-        own = functools.partial(
+        make = functools.partial(
             one_of,
             callbacks=[EarlyStopping(patience=2)],
             master=master,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
         )
-        whole, resumed, ended = own(url), own(f"{url}-later"), own(f"{url}-ended")
+        whole, resumed, ended = make(url), make(f"{url}-later"), make(f"{url}-ended")
         stopping = fits(whole, 20, validation=TEST).stopping
         best, last = stopping.best_epoch, len(whole.history_)
         assert last == best + 3 < 20
@@ -426,15 +430,15 @@ def test_fewer_and_more_replicas_resume_from_the_same_model(before, after, url):
 
 def from_one():
     """Some parameters are larger than 1 after a step, which changes the grid."""
-    made = net()
-    nn.init.ones_(made[-1].bias)
-    return made
+    module = net()
+    nn.init.ones_(module[-1].bias)
+    return module
 
 
 def test_what_one_has_trained_is_resumed_by_two_in_its_grid(url):
-    one = one_of(url, master=sharing(1), model=from_one)
-    fits(one, 1)
-    assert max(p.abs().max() for p in one.model_.parameters()) > 1
+    alone = one_of(url, master=sharing(1), model=from_one)
+    fits(alone, 1)
+    assert max(p.abs().max() for p in alone.model_.parameters()) > 1
     two = one_of(url, master=sharing(2, warmup_steps=10**6), model=from_one)
 
     with dask.config.set({"daskdl.timeouts.data": 5, "daskdl.timeouts.silence": 5}):
@@ -451,8 +455,8 @@ def test_the_resumed_checkpoints_have_residuals(url):
     store = Series.at(url).folder(2)
     shared = Part(store, COMMON).read()[1]["exchange"]["compressor"]
     for replica in range(3):
-        own = Part(store, of_replica(replica)).read()[1]["exchange"]
-        residual = own["local"][0] - shared["shared"][0] * shared["grid"]
+        exchange = Part(store, of_replica(replica)).read()[1]["exchange"]
+        residual = exchange["local"][0] - shared["shared"][0] * shared["grid"]
         assert (residual.abs() > 1e-4).float().mean() > 0.5
 
 
@@ -473,16 +477,16 @@ def cosine(optimizer):
 
 
 def frozen():
-    made = net()
-    made[0].requires_grad_(False)
-    return made
+    module = net()
+    module[0].requires_grad_(False)
+    return module
 
 
 def with_mask(mask):
     """A model with a buffer that is not in its state dict."""
-    made = net()
-    made.register_buffer("mask", mask, persistent=False)
-    return made
+    module = net()
+    module.register_buffer("mask", mask, persistent=False)
+    return module
 
 
 class TestRefused:
@@ -522,10 +526,10 @@ class TestRefused:
         self, url, before, after, message
     ):
         fits(one_of(url, model=with_mask(before)), 1)
-        other = one_of(f"{url}-later", model=with_mask(after))
+        changed = one_of(f"{url}-later", model=with_mask(after))
 
         with pytest.raises(OptionError, match=f"another model, .*: {message}"):
-            fits(other, resume=url)
+            fits(changed, resume=url)
 
         assert Series.at(f"{url}-later").numbers() == []
 
@@ -612,13 +616,13 @@ def notes_of(caught):
 
 
 def test_a_fit_that_fails_says_where_the_last_checkpoint_is(url):
-    own = functools.partial(one_of, url, keep={"every": 2}, master=sharing(1))
+    make = functools.partial(one_of, url, keep={"every": 2}, master=sharing(1))
     with pytest.raises(ReplicaError, match="mine") as first:
-        fits(own([Fails(url)], keep={"every": 9}))
-    fits(own(), 2)
+        fits(make([Fails(url)], keep={"every": 9}))
+    fits(make(), 2)
 
     with pytest.raises(ReplicaError, match="mine") as resumed:
-        fits(own([Fails(url)]), resume=True)
+        fits(make([Fails(url)]), resume=True)
 
     assert "is not written yet" in "".join(notes_of(first))
     assert f"fit(resume=...), is {at(url, 1)}" in "".join(notes_of(resumed))

@@ -39,15 +39,17 @@ def sgd(parameters):
 )
 def test_steps_too_long_for_an_update_end_the_run(master):
     loss = nn.BCEWithLogitsLoss()
-    own = trainer(False, model=linear, loss=loss, optimizer=sgd, master=master)
+    interrupted = trainer(False, model=linear, loss=loss, optimizer=sgd, master=master)
 
     with pytest.raises(DivergedError) as raised:
-        own.fit(X, POSITIVE.astype(np.float32)[:, None], epochs=4, batch_size=16)
+        interrupted.fit(
+            X, POSITIVE.astype(np.float32)[:, None], epochs=4, batch_size=16
+        )
 
     assert re.search(FAR, str(raised.value))
     # What all agreed on at the start, on the grid.
     start = parameters_of(start_of(linear))
-    for name, value in parameters_of(own.model_).items():
+    for name, value in parameters_of(interrupted.model_).items():
         np.testing.assert_allclose(value, start[name], rtol=0, atol=2**-24)
 
 
@@ -60,9 +62,9 @@ def test_parameters_that_are_not_finite_after_the_last_step_end_the_run(way, rep
         return 1e20 * model(batch[0]).mean()
 
     master = way(replicas_per_worker=replicas)
-    own = trainer(
+    failing = trainer(
         False, model=linear, loss=None, step=steep, optimizer=sgd, master=master
     )
 
     with pytest.raises(DivergedError, match=r"parameters became (inf|nan) at step 1"):
-        own.fit(X, epochs=1, batch_size=len(X))  # one step of one replica
+        failing.fit(X, epochs=1, batch_size=len(X))  # one step of one replica

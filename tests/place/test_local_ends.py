@@ -97,27 +97,27 @@ def test_the_caller_gets_an_exception_as_text_and_a_built_in_one_as_the_cause(
         error.add_note("in the last step")
         raise error
 
-    own = trainer(False, master=TWO, callbacks=[FailAt(fail)])
+    failing = trainer(False, master=TWO, callbacks=[FailAt(fail)])
 
     with pytest.raises(ReplicaError) as caught:
-        own.fit(X, Y, epochs=100)
+        failing.fit(X, Y, epochs=100)
 
     message, error = str(caught.value), make()
     assert message.startswith(f"replica 1 on this machine: {type(error).__name__}: ")
     assert str(error) in message
     assert "raise self.make()" in message  # the very line
     assert "in the last step" in message
-    found = caught.value.__cause__
-    assert (found and type(found)) is cause
-    assert found is None or str(found) == str(error)
+    raised_from = caught.value.__cause__
+    assert (raised_from and type(raised_from)) is cause
+    assert raised_from is None or str(raised_from) == str(error)
     assert OPENED == []
 
 
 def test_an_exception_without_a_readable_text_ends_the_fit_with_the_name_of_its_class():
-    own = trainer(False, master=TWO, callbacks=[FailAt(Unprintable)])
+    failing = trainer(False, master=TWO, callbacks=[FailAt(Unprintable)])
 
     with pytest.raises(ReplicaError, match=r"replica 1 .*: Unprintable ") as caught:
-        own.fit(X, Y, epochs=100)
+        failing.fit(X, Y, epochs=100)
 
     assert "raise self.make()" in str(caught.value)
 
@@ -148,12 +148,12 @@ def test_an_exception_of_a_client_callback_stops_the_run():
         def on_epoch_end(self, row):
             raise ZeroDivisionError
 
-    own = trainer(False, master=TWO, callbacks=[Stop()])
+    interrupted = trainer(False, master=TWO, callbacks=[Stop()])
 
     with pytest.raises(ZeroDivisionError):
-        own.fit(X, Y, epochs=100)
+        interrupted.fit(X, Y, epochs=100)
 
-    assert len(own.history_) == 1
+    assert len(interrupted.history_) == 1
 
 
 class TestEarlyEnds(EarlyEnds):
@@ -162,15 +162,15 @@ class TestEarlyEnds(EarlyEnds):
 
 def test_after_ctrl_c_the_model_is_what_was_agreed_on(ctrl_c, tmp_path):
     master = Recorded(str(tmp_path), TWO)
-    own = trainer(False, master=master, callbacks=[Interrupt()])
+    interrupted = trainer(False, master=master, callbacks=[Interrupt()])
 
     with pytest.raises(KeyboardInterrupt):
-        own.fit(X, Y, epochs=10_000, batch_size=16)
+        interrupted.fit(X, Y, epochs=10_000, batch_size=16)
 
-    assert len(own.history_) == 1
+    assert len(interrupted.history_) == 1
     shared = [np.load(path)["shared"] for path in tmp_path.glob("0-*[0-9].npz")]
-    model = vector(own.model_).numpy()
-    assert any(np.array_equal(model, one) for one in shared)
+    model = vector(interrupted.model_).numpy()
+    assert any(np.array_equal(model, agreed) for agreed in shared)
 
 
 class Hang(Callback):
@@ -198,13 +198,13 @@ def hang():
 
 
 def test_one_that_hangs_is_left_behind_with_a_warning(hang, caplog):
-    own = trainer(False, master=TWO, callbacks=[hang, FailAt(RuntimeError, 1)])
+    failing = trainer(False, master=TWO, callbacks=[hang, FailAt(RuntimeError, 1)])
 
     with (
         dask.config.set({"daskdl.timeouts.stop": "1s"}),
         pytest.raises((ReplicaError, RunError)),
     ):
-        own.fit(X, Y, batch_size=16)
+        failing.fit(X, Y, batch_size=16)
 
     assert re.search(
         r"a replica has not ended within 1 s \(daskdl\.timeouts\.stop\): replica 0 on "
@@ -260,15 +260,15 @@ class TestBackend:
 
         state = ReplicaState({"epoch": 1}, {"model": brought.values()}, {})
         self.change(collect=collect, agreed=property(lambda self: state))
-        own = trainer(False, master=TWO, telemetry_every=1)
+        interrupted = trainer(False, master=TWO, telemetry_every=1)
 
         with pytest.raises(RunError, match="was lost") as caught:
-            own.fit(X, Y, batch_size=16)
+            interrupted.fit(X, Y, batch_size=16)
 
         assert "after epoch 0, the latest" in caught.value.__notes__[0]
-        for name, value in own.model_.state_dict().items():
+        for name, value in interrupted.model_.state_dict().items():
             assert torch.equal(value, whole.model_.state_dict()[name])
-        assert own.history_.steps[-1]["step"] == 10**6
+        assert interrupted.history_.steps[-1]["step"] == 10**6
 
 
 def test_only_the_first_replica_copies_its_optimizer_for_the_client(monkeypatch):

@@ -45,9 +45,9 @@ def nothing_left(monkeypatch):
 
 
 def test_the_history_has_all_columns_and_the_loss_falls():
-    own = trainer(False, master=TWO)
+    fitted = trainer(False, master=TWO)
 
-    history = own.fit(X, Y, epochs=4, batch_size=16, validation=(X, Y))
+    history = fitted.fit(X, Y, epochs=4, batch_size=16, validation=(X, Y))
 
     assert history[0].keys() == {*COLUMNS, "val_loss", "val_accuracy"}
     assert history.column("replicas") == [2] * 4
@@ -55,23 +55,23 @@ def test_the_history_has_all_columns_and_the_loss_falls():
     assert history[-1]["loss"] < history[0]["loss"] / 2
     assert history[-1]["val_accuracy"] > 0.9
     assert history[0]["received_bytes"] == history[0]["sent_bytes"] > 0
-    assert own.history_ is history
+    assert fitted.history_ is history
 
 
 @pytest.mark.parametrize("model", [mlp, mlp()])
 def test_a_trainer_that_is_reset_begins_as_it_first_did(one_thread, model):
-    own = trainer(False, model=model)
-    own.fit(X, Y)
-    first = vector(own.model_)
-    own.fit(X, Y)
-    assert not torch.equal(vector(own.model_), first)
+    fitted = trainer(False, model=model)
+    fitted.fit(X, Y)
+    first = vector(fitted.model_)
+    fitted.fit(X, Y)
+    assert not torch.equal(vector(fitted.model_), first)
 
-    own.reset()
+    fitted.reset()
 
     names = ("model_", "optimizer_", "scheduler_", "history_")
-    assert not any(hasattr(own, name) for name in names)
-    own.fit(X, Y)
-    assert torch.equal(vector(own.model_), first)
+    assert not any(hasattr(fitted, name) for name in names)
+    fitted.fit(X, Y)
+    assert torch.equal(vector(fitted.model_), first)
 
 
 MODES = []
@@ -84,11 +84,11 @@ def noting_step(model, batch):
 
 def test_the_model_comes_back_in_evaluation_mode():
     MODES.clear()
-    own = trainer(False, loss=None, step=noting_step)
+    fitted = trainer(False, loss=None, step=noting_step)
 
     for _ in range(2):
-        own.fit(X, Y, batch_size=240)
-        assert not any(module.training for module in own.model_.modules())
+        fitted.fit(X, Y, batch_size=240)
+        assert not any(module.training for module in fitted.model_.modules())
     assert MODES == [False, False, True, True] * 2
 
 
@@ -115,8 +115,10 @@ def test_each_block_is_computed_once_in_each_epoch_beside_the_replica(prefetch):
         return block
 
     x = BLOCKS[0].map_blocks(noting, dtype=X.dtype)
-    one = kept(replicas_per_worker=1)
-    history = trainer(False, master=one).fit(x, BLOCKS[1], epochs=2, prefetch=prefetch)
+    single = kept(replicas_per_worker=1)
+    history = trainer(False, master=single).fit(
+        x, BLOCKS[1], epochs=2, prefetch=prefetch
+    )
 
     assert history.column("examples") == [480, 480]
     expected = [("daskdl-loader", number) for number in range(10)]
@@ -144,9 +146,9 @@ def test_a_replica_that_computes_a_block_is_not_given_up():
 
 def test_labels_are_checked_after_the_transform():
     shifted = (X, Y + 9)
-    own = trainer(False, transform=lambda batch: (batch[0], batch[1] - 9))
+    fitted = trainer(False, transform=lambda batch: (batch[0], batch[1] - 9))
 
-    history = own.fit(*shifted, validation=shifted)
+    history = fitted.fit(*shifted, validation=shifted)
 
     assert history.column("examples") == [len(X)]
     assert 0 < history[0]["val_accuracy"] <= 1
@@ -154,11 +156,11 @@ def test_labels_are_checked_after_the_transform():
 
 def test_a_trainer_that_was_made_for_cuda_still_evaluates(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    own = trainer(False)
-    own.fit(X, Y)
-    own.device = "cuda"
-    own.save(tmp_path)
+    fitted = trainer(False)
+    fitted.fit(X, Y)
+    fitted.device = "cuda"
+    fitted.save(tmp_path)
 
     loaded = Trainer.load(tmp_path, client=False, model=mlp, optimizer=sgd)
 
-    assert loaded.evaluate(X, Y)["accuracy"] == own.evaluate(X, Y)["accuracy"]
+    assert loaded.evaluate(X, Y)["accuracy"] == fitted.evaluate(X, Y)["accuracy"]

@@ -11,9 +11,9 @@ CLIPPING = ResidualClipping(multiple=1.0, frequency=1)
 
 
 def fitted(master, **options):
-    own = trainer(False, master=master, **options)
-    own.fit(X, Y, batch_size=60, shuffle=False)
-    return own
+    fitted = trainer(False, master=master, **options)
+    fitted.fit(X, Y, batch_size=60, shuffle=False)
+    return fitted
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def mean_of(replicas, **options):
     ],
 )
 def test_replicas_with_adam_make_longer_steps(kind, master, longer):
-    own = trainer(False, master=master, optimizer=lambda p: kind(p, lr=2e-3))
+    fitted = trainer(False, master=master, optimizer=lambda p: kind(p, lr=2e-3))
 
-    factors = own.fit(X, Y, batch_size=8).column("rate_factor")
+    factors = fitted.fit(X, Y, batch_size=8).column("rate_factor")
 
     assert set(factors) == {2.0 if longer else 1.0}

@@ -38,7 +38,7 @@ def small(**options):
 @pytest.mark.parametrize("named", [False, True], ids=["tuple", "dict"])
 def test_two_inputs_and_two_outputs_learn(named):
     left, right = X[:, :4], X[:, 4:7]
-    given = {"left": left, "right": right} if named else (left, right)
+    inputs = {"left": left, "right": right} if named else (left, right)
     labels = (left.sum(axis=1, keepdims=True), Y % 3)
 
     def loss(outputs, labels):
@@ -46,37 +46,37 @@ def test_two_inputs_and_two_outputs_learn(named):
         wrong = functional.nll_loss(kind.log(), labels[1])
         return functional.mse_loss(score, labels[0]) / 10 + wrong
 
-    own = trainer(from_config(MODELS / "two_by_two_keras3.json"), loss)
+    fitted = trainer(from_config(MODELS / "two_by_two_keras3.json"), loss)
 
-    history = own.fit(given, labels, epochs=4, batch_size=16)
-    predicted = own.predict(given)
+    history = fitted.fit(inputs, labels, epochs=4, batch_size=16)
+    predicted = fitted.predict(inputs)
 
     assert history[-1]["loss"] < 0.8 * history[0]["loss"]
-    by_keras = own.model_.predict([left, right], verbose=0)
-    for one, other in zip(predicted, by_keras, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+    by_keras = fitted.model_.predict([left, right], verbose=0)
+    for actual, expected in zip(predicted, by_keras, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_a_keras_model_is_taken_as_it_is():
     model = small()
     before = model.get_weights()
-    own = trainer(model, nn.CrossEntropyLoss())
+    fitted = trainer(model, nn.CrossEntropyLoss())
 
-    first = own.fit(X, Y, epochs=8, batch_size=16)
-    second = own.fit(X, Y, batch_size=16)
+    first = fitted.fit(X, Y, epochs=8, batch_size=16)
+    second = fitted.fit(X, Y, batch_size=16)
 
-    assert isinstance(own.model_, KerasModule)
+    assert isinstance(fitted.model_, KerasModule)
     # Not by its accuracy: Keras keeps 0.99 of its running statistics at each step.
     assert second[0]["loss"] < 0.8 * first[0]["loss"]
-    for given, kept_as in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(given, kept_as)
+    for weight, kept_as in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(weight, kept_as)
 
 
 def test_one_replica_is_a_plain_loop(one_thread):
     model = KerasModule(small(kernel_regularizer="l2"))
-    own = trainer(model, nn.CrossEntropyLoss(), replicas=1)
+    fitted = trainer(model, nn.CrossEntropyLoss(), replicas=1)
 
-    own.fit(X, Y, epochs=2, batch_size=16, shuffle=False)
+    fitted.fit(X, Y, epochs=2, batch_size=16, shuffle=False)
 
     optimizer = sgd(model.parameters())
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_one_replica_is_a_plain_loop(one_thread):
         (loss + model.penalty()).backward()
         optimizer.step()
     expected = model.state_dict()
-    trained = own.model_.state_dict()
+    trained = fitted.model_.state_dict()
     assert all(torch.equal(trained[name], expected[name]) for name in expected)
 
 

@@ -27,29 +27,29 @@ TWO = kept(replicas_per_worker=2, max_staleness=0)
 def sampled(every=1, epochs=1, batch_size=48, **options):
     """A fitted trainer, by default of one replica and plain SGD at a rate of 0.02."""
     options = {"optimizer": plain, "callbacks": [LayerMonitor(every)], **options}
-    own = trainer(False, **options)
-    own.fit(X, Y, epochs=epochs, batch_size=batch_size)
-    return own
+    fitted = trainer(False, **options)
+    fitted.fit(X, Y, epochs=epochs, batch_size=batch_size)
+    return fitted
 
 
 class TestOneReplica:
     @pytest.fixture(scope="class")
     @classmethod
-    def own(cls):
+    def fitted(cls):
         return sampled(every=4, epochs=2)
 
-    def test_only_steps_that_are_due_have_rows(self, own):
-        layers = own.history_.layers
+    def test_only_steps_that_are_due_have_rows(self, fitted):
+        layers = fitted.history_.layers
 
         assert layers.column("step") == [s for s in (4, 8, 12, 16, 20) for _ in NAMES]
         assert layers.column("epoch") == [0] * 8 + [1] * 12
         assert layers.column("name") == NAMES * 5
         assert set(layers.column("replica")) == {0}
 
-    def test_parameters_are_those_after_the_step(self, own):
-        last = own.history_.layers[-4:]  # of the last step
+    def test_parameters_are_those_after_the_step(self, fitted):
+        last = fitted.history_.layers[-4:]  # of the last step
 
-        for row, values in zip(last, own.model_.parameters(), strict=True):
+        for row, values in zip(last, fitted.model_.parameters(), strict=True):
             values = values.detach().numpy()
             assert row["parameter_norm"] == pytest.approx(np.linalg.norm(values))
             bounds = row["parameter_low"], row["parameter_high"]
@@ -57,8 +57,8 @@ class TestOneReplica:
             counts, _ = np.histogram(values.astype(np.float64), BINS)
             assert np.abs(counts - row["parameter_counts"]).sum() <= 2  # on an edge
 
-    def test_an_update_of_plain_sgd_is_the_gradient_times_the_rate(self, own):
-        for row in own.history_.layers:
+    def test_an_update_of_plain_sgd_is_the_gradient_times_the_rate(self, fitted):
+        for row in fitted.history_.layers:
             expected = 0.02 * row["gradient_norm"]
             assert row["update_norm"] == pytest.approx(expected, rel=1e-4)
             assert row["update_norm"] > 0
@@ -67,18 +67,18 @@ class TestOneReplica:
                 -0.02 * row["gradient_high"], rel=1e-3, abs=1e-8
             )
 
-    def test_every_value_is_counted(self, own):
+    def test_every_value_is_counted(self, fitted):
         sizes = dict(zip(NAMES, (640, 32, 128, 4), strict=True))
 
-        for row in own.history_.layers:
+        for row in fitted.history_.layers:
             for of in ("parameter", "gradient", "update"):
                 counts = row[f"{of}_counts"]
                 assert (len(counts), sum(counts)) == (BINS, sizes[row["name"]])
                 assert counts[0] > 0
                 assert counts[-1] > 0
 
-    def test_it_has_no_residual(self, own):
-        assert all(map(math.isnan, own.history_.layers.column("residual_norm")))
+    def test_it_has_no_residual(self, fitted):
+        assert all(map(math.isnan, fitted.history_.layers.column("residual_norm")))
 
 
 @pytest.mark.parametrize(
@@ -117,13 +117,13 @@ class Partly(nn.Module):
 
 def test_unused_and_sparse_parameters_have_rows_and_frozen_ones_none():
     x = np.arange(8) % 2  # each index several times
-    own = Trainer(
+    fitted = Trainer(
         Partly, nn.CrossEntropyLoss(), plain, client=False, callbacks=[LayerMonitor(1)]
     )
 
-    own.fit(x, x, batch_size=8)
+    fitted.fit(x, x, batch_size=8)
 
-    unused, words = own.history_.layers
+    unused, words = fitted.history_.layers
     assert (unused["name"], words["name"]) == ("unused", "words.weight")
     assert math.isnan(unused["gradient_norm"])
     assert sum(unused["gradient_counts"]) == 0
@@ -133,10 +133,10 @@ def test_unused_and_sparse_parameters_have_rows_and_frozen_ones_none():
 
 
 def test_half_types_are_measured_in_float32():
-    own = sampled(model=lambda: mlp().to(torch.bfloat16))
+    fitted = sampled(model=lambda: mlp().to(torch.bfloat16))
 
-    last = own.history_.layers[-len(NAMES) :]
-    for row, values in zip(last, own.model_.parameters(), strict=True):
+    last = fitted.history_.layers[-len(NAMES) :]
+    for row, values in zip(last, fitted.model_.parameters(), strict=True):
         norm = float(values.detach().float().norm())
         assert row["parameter_norm"] == pytest.approx(norm, rel=1e-6)
         assert row["gradient_norm"] > 0
@@ -147,25 +147,25 @@ class TestTwoReplicas:
     @pytest.mark.parametrize("apply", ["eager", "strict"])
     def test_residuals_of_all_layers_are_the_residual_of_the_step(self, apply):
         master = kept(replicas_per_worker=2, apply=apply, exchange_every=2)
-        own = sampled(master=master, telemetry_every=1, epochs=2)
+        fitted = sampled(master=master, telemetry_every=1, epochs=2)
 
-        steps = {(s["replica"], s["step"]): s for s in own.history_.steps}
-        found = {}
-        for row in own.history_.layers:
+        steps = {(s["replica"], s["step"]): s for s in fitted.history_.steps}
+        values = {}
+        for row in fitted.history_.layers:
             step = row["replica"], row["step"]
-            found.setdefault(step, []).append(row["residual_norm"])
-        assert found.keys() == steps.keys()
-        assert len({replica for replica, _ in found}) == 2
-        for step, norms in found.items():
+            values.setdefault(step, []).append(row["residual_norm"])
+        assert values.keys() == steps.keys()
+        assert len({replica for replica, _ in values}) == 2
+        for step, norms in values.items():
             # Of so few parameters the sample of the step has all.
             assert SIZE < telemetry.SAMPLE
             expected = steps[step]["residual_norm"]
             assert math.hypot(*norms) == pytest.approx(expected, rel=1e-4)
 
     def test_averaging_has_no_residuals(self):
-        own = sampled(master=ParameterAveraging(replicas_per_worker=2))
+        fitted = sampled(master=ParameterAveraging(replicas_per_worker=2))
 
-        layers = own.history_.layers
+        layers = fitted.history_.layers
         assert set(layers.column("replica")) == {0, 1}
         assert all(map(math.isnan, layers.column("residual_norm")))
         rates = np.divide(layers.column("update_norm"), layers.column("gradient_norm"))
@@ -186,22 +186,22 @@ class TestTwoReplicas:
 
         for epoch in range(3):
             for replica in range(2):
-                own = [
+                shown_rows = [
                     row
                     for row in layers
                     if (row["epoch"], row["replica"]) == (epoch, replica)
                 ]
-                assert len(own) <= 8
-                names = [row["name"] for row in own]
-                assert names == NAMES * (len(own) // len(NAMES))
+                assert len(shown_rows) <= 8
+                names = [row["name"] for row in shown_rows]
+                assert names == NAMES * (len(shown_rows) // len(NAMES))
         assert len(layers) > 0
 
 
 def test_without_the_callback_there_are_no_rows():
-    own = sampled(callbacks=[])
+    fitted = sampled(callbacks=[])
 
-    assert len(own.history_.layers) == 0
-    assert own.history_.layers.to_pandas().empty
+    assert len(fitted.history_.layers) == 0
+    assert fitted.history_.layers.to_pandas().empty
 
 
 @pytest.mark.parametrize("every", [0, 1.5, True, "epoch"])
@@ -216,13 +216,13 @@ def test_two_monitors_are_refused():
 
 
 def test_a_saved_trainer_has_the_samples_and_the_callback(tmp_path):
-    own = sampled(every=5, model=mlp())
+    fitted = sampled(every=5, model=mlp())
 
-    own.save(tmp_path)
+    fitted.save(tmp_path)
     loaded = Trainer.load(tmp_path, model=mlp, optimizer=plain, client=False)
 
     assert loaded.callbacks == [LayerMonitor(5)]
-    again, layers = loaded.history_.layers, own.history_.layers
+    again, layers = loaded.history_.layers, fitted.history_.layers
     assert repr(list(again)) == repr(list(layers))
     assert len(layers) == 2 * len(NAMES)
 
@@ -230,8 +230,8 @@ def test_a_saved_trainer_has_the_samples_and_the_callback(tmp_path):
 def test_the_report_has_every_layer(tmp_path):
     name = "<img src=x>"
 
-    own = sampled(every=5, model=lambda: nn.ModuleDict({name: mlp()})[name])
-    page = page_of(own.history_, tmp_path)
+    fitted = sampled(every=5, model=lambda: nn.ModuleDict({name: mlp()})[name])
+    page = page_of(fitted.history_, tmp_path)
     assert [cells[0] for cells in page.tables["Layers"][1:]] == NAMES
 
     class Named(nn.Module):
@@ -244,7 +244,7 @@ def test_the_report_has_every_layer(tmp_path):
 
     page = page_of(sampled(every=5, model=Named).history_, tmp_path)
 
-    names = [f"layers.{name}.{one}" for one in NAMES]
+    names = [f"layers.{name}.{parameter}" for parameter in NAMES]
     assert [cells[0] for cells in page.tables["Layers"][1:]] == names
     assert "img" not in {tag for tag, _ in page.tags}
 
@@ -254,18 +254,18 @@ def test_tensorboard_gets_the_norms_of_several_fits(tmp_path):
         "tensorboard.backend.event_processing.event_accumulator"
     )
     callbacks = [LayerMonitor(5), TensorBoard(tmp_path)]
-    own = trainer(False, master=TWO, callbacks=callbacks, telemetry_every=None)
+    fitted = trainer(False, master=TWO, callbacks=callbacks, telemetry_every=None)
 
-    first = own.fit(X, Y, batch_size=12)
-    second = own.fit(X, Y, batch_size=12)
+    first = fitted.fit(X, Y, batch_size=12)
+    second = fitted.fit(X, Y, batch_size=12)
 
     seen = accumulator.EventAccumulator(str(tmp_path))
     seen.Reload()
     events = seen.Scalars("layers/ratio/0.weight")
     means = [
-        own["ratio"]
+        mean["ratio"]
         for history in (first, second)
-        for own in history.layers.means()["0.weight"].values()
+        for mean in history.layers.means()["0.weight"].values()
     ]
     assert [event.value for event in events] == [*np.float32(means)]
     steps = [event.step for event in events]

@@ -20,14 +20,14 @@ def named(labels, categories=NAMES):
 
 @pytest.fixture(scope="module")
 def trainer():
-    own = daskdl.Trainer(
+    fitted = daskdl.Trainer(
         model=lambda: nn.Linear(3, 3),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
         client=False,
     )
-    own.fit(X, named(Y), epochs=1)
-    return own
+    fitted.fit(X, named(Y), epochs=1)
+    return fitted
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,10 @@ def test_names_with_other_numbers_are_refused(trainer, method, categories):
 
 
 def test_other_class_numbers_of_validation_data_are_refused(trainer):
-    other = X, named(Y, ["owl", "dog", "cat"])
+    renamed = X, named(Y, ["owl", "dog", "cat"])
 
     with pytest.raises(DataError, match="validation: labels must be numbered as"):
-        trainer.fit(X, named(Y), validation=other, epochs=1)
+        trainer.fit(X, named(Y), validation=renamed, epochs=1)
 
 
 @pytest.mark.parametrize("categories", [NAMES, NAMES[:2]], ids=["the same", "first"])

@@ -21,14 +21,14 @@ class Fail(Callback):
 
 @pytest.fixture
 def fitted(tmp_path):
-    own = trainer(
+    fitted = trainer(
         False,
         master=kept(replicas_per_worker=2),
         callbacks=[Checkpoint((tmp_path / "checkpoints").as_uri())],
         seed=5,
     )
-    own.fit(X, Y, epochs=3, batch_size=8, validation=(X, Y))
-    return own.history_
+    fitted.fit(X, Y, epochs=3, batch_size=8, validation=(X, Y))
+    return fitted.history_
 
 
 def test_all_of_the_time_of_each_replica_is_in_its_timeline(fitted):
@@ -36,10 +36,10 @@ def test_all_of_the_time_of_each_replica_is_in_its_timeline(fitted):
 
     assert timeline.replicas == [0, 1]
     for replica in timeline.replicas:
-        own = [row for row in timeline if row["replica"] == replica]
+        spans = [row for row in timeline if row["replica"] == replica]
         spent = sum(timeline.seconds(replica).values())
-        assert spent == pytest.approx(own[-1]["end"] - own[0]["start"], rel=1e-3)
-        assert 0 <= own[0]["start"] < own[-1]["end"] <= fitted.run.seconds
+        assert spent == pytest.approx(spans[-1]["end"] - spans[0]["start"], rel=1e-3)
+        assert 0 <= spans[0]["start"] < spans[-1]["end"] <= fitted.run.seconds
     expected = {"compute", "exchange", "data", "validation", "comparison", "other"}
     expected |= {"checkpoint", "setup", "wait_join", "wait_gather", "wait_lease"}
     assert expected <= timeline.seconds().keys()
@@ -70,16 +70,18 @@ def test_the_run_has_options_versions_and_replicas(fitted):
     assert run.options["optimizer"].startswith("SGD, lr=0.05, momentum=0.9")
     assert "GradientSharing(" in run.options["master"]
     assert list(run.replicas) == [0, 1]
-    assert {own["left"] for own in run.replicas.values()} == {None}
+    assert {record["left"] for record in run.replicas.values()} == {None}
     assert run.error == ""
 
 
 def test_credentials_are_not_in_the_report(tmp_path):
     secret = {"key": "hidden-key"}
-    own = trainer(False, callbacks=[Checkpoint("memory://a", storage_options=secret)])
+    fitted = trainer(
+        False, callbacks=[Checkpoint("memory://a", storage_options=secret)]
+    )
 
-    own.fit(X, Y, batch_size=64)
-    own.history_.report(tmp_path / "run.html")
+    fitted.fit(X, Y, batch_size=64)
+    fitted.history_.report(tmp_path / "run.html")
 
     assert "hidden-key" not in (tmp_path / "run.html").read_text()
 
@@ -98,22 +100,22 @@ def test_the_report_has_the_numbers_of_the_fit(fitted, tmp_path):
         name.replace("wait_", "wait: "): f"{seconds:,.3f}"
         for name, seconds in fitted.timeline.seconds().items()
     }
-    assert [own["replica"] for own in page.data["rows"]] == [0, 1]
+    assert [timeline_row["replica"] for timeline_row in page.data["rows"]] == [0, 1]
     assert json.dumps(page.data).count("[") > len(fitted.timeline)
 
 
 def test_a_failed_fit_has_a_report_with_its_error(tmp_path):
-    own = trainer(False, master=kept(replicas_per_worker=2), callbacks=[Fail()])
+    interrupted = trainer(False, master=kept(replicas_per_worker=2), callbacks=[Fail()])
 
     with pytest.raises(ReplicaError):
-        own.fit(X, Y, epochs=2, batch_size=8)
-    page = page_of(own.history_, tmp_path)
+        interrupted.fit(X, Y, epochs=2, batch_size=8)
+    page = page_of(interrupted.history_, tmp_path)
 
     assert "ReplicaError: replica 1 on this machine" in page.text["Error"]
     assert "ValueError: no <more>" in page.text["Error"]
     assert "no <more>" in page.tables["Replicas"][2][4]
-    assert own.history_.timeline.seconds()["compute"] > 0
-    assert own.history_.run.seconds > 0
+    assert interrupted.history_.timeline.seconds()["compute"] > 0
+    assert interrupted.history_.run.seconds > 0
 
 
 class Writes(Callback):
@@ -127,9 +129,9 @@ class Writes(Callback):
 def test_a_callback_can_write_the_report_when_a_fit_ends(tmp_path):
     path = tmp_path / "run.html"
     two = kept(replicas_per_worker=2)
-    own = trainer(False, callbacks=[Writes(path), Fail()], master=two)
+    failing = trainer(False, callbacks=[Writes(path), Fail()], master=two)
 
     with pytest.raises(ReplicaError):
-        own.fit(X, Y, batch_size=8, epochs=2)
+        failing.fit(X, Y, batch_size=8, epochs=2)
 
     assert "ValueError: no &lt;more&gt;" in path.read_text()

@@ -42,7 +42,7 @@ def seen(monkeypatch):
 
     def rates(replica):
         name = f"daskdl-replica-{replica}"
-        return [rate for own, rate in Noting.seen if own == name]
+        return [rate for thread, rate in Noting.seen if thread == name]
 
     return rates
 
@@ -58,9 +58,9 @@ def noting(parameters):
 def test_each_epoch_has_one_rate_for_all(seen, replicas, apply, scale):
     options = {"apply": apply, "update_scale": scale, "max_staleness": 0}
     master = kept(replicas_per_worker=replicas, **options)
-    own = trainer(False, optimizer=noting, scheduler=halved, master=master)
+    fitted = trainer(False, optimizer=noting, scheduler=halved, master=master)
 
-    history = own.fit(X, Y, epochs=3, batch_size=16)
+    history = fitted.fit(X, Y, epochs=3, batch_size=16)
 
     rates = [0.05, 0.025, 0.0125]
     assert history.column("learning_rate") == rates
@@ -68,8 +68,8 @@ def test_each_epoch_has_one_rate_for_all(seen, replicas, apply, scale):
     for replica in range(replicas):
         each = [rate for rate, _ in itertools.groupby(seen(replica))]
         assert each == [rate * factor for rate in rates]
-    assert own.optimizer_.param_groups[0]["lr"] == 0.00625
-    assert own.scheduler_.last_epoch == 3
+    assert fitted.optimizer_.param_groups[0]["lr"] == 0.00625
+    assert fitted.scheduler_.last_epoch == 3
 
 
 STALLED = threading.Event()
@@ -87,7 +87,7 @@ class Stall(Callback):
 
 def test_a_slower_replica_catches_up_at_the_end_of_the_epoch(seen):
     STALLED.clear()
-    own = trainer(
+    fitted = trainer(
         False,
         optimizer=noting,
         scheduler=slowly,
@@ -96,25 +96,27 @@ def test_a_slower_replica_catches_up_at_the_end_of_the_epoch(seen):
         callbacks=[Stall()],
     )
 
-    history = own.fit(X, Y, epochs=2, batch_size=8)
+    history = fitted.fit(X, Y, epochs=2, batch_size=8)
 
     ahead, behind = ([steps_of(rate) for rate in seen(i)] for i in (0, 1))
-    made = steps_of(history[0]["learning_rate"])  # in the first epoch, by the first
-    assert made > 40  # of 60
+    first_steps = steps_of(
+        history[0]["learning_rate"]
+    )  # in the first epoch, by the first
+    assert first_steps > 40  # of 60
     assert ahead == list(range(len(ahead)))
-    own_steps = behind.index(made)
-    assert own_steps == 60 - made
-    later = range(made, made + len(behind) - own_steps)
+    own_steps = behind.index(first_steps)
+    assert own_steps == 60 - first_steps
+    later = range(first_steps, first_steps + len(behind) - own_steps)
     assert behind == [*range(own_steps), *later]
-    assert own.scheduler_.last_epoch == max(ahead[-1], behind[-1]) + 1
+    assert fitted.scheduler_.last_epoch == max(ahead[-1], behind[-1]) + 1
 
 
 def test_a_plateau_scheduler_gets_the_validation_loss(seen):
     master = kept(replicas_per_worker=2, max_staleness=0)
-    own = trainer(False, optimizer=noting, scheduler=plateau, master=master)
+    fitted = trainer(False, optimizer=noting, scheduler=plateau, master=master)
     wrong = (X, (Y + 1) % 4)  # gets worse while the training loss falls
 
-    history = own.fit(X, Y, epochs=4, batch_size=16, validation=wrong)
+    history = fitted.fit(X, Y, epochs=4, batch_size=16, validation=wrong)
 
     losses, rates = history.column("val_loss"), history.column("learning_rate")
     assert losses == sorted(losses)  # or the test shows nothing
@@ -129,35 +131,35 @@ def test_another_fit_continues_the_schedule(options):
     rates = []
     for fits, epochs in ((1, 2), (2, 1)):
         master = kept(replicas_per_worker=2, max_staleness=0)
-        own = trainer(False, master=master, **options)
+        fitted = trainer(False, master=master, **options)
         rows = [
             row["learning_rate"]
             for _ in range(fits)
-            for row in own.fit(X, Y, epochs=epochs, batch_size=80)
+            for row in fitted.fit(X, Y, epochs=epochs, batch_size=80)
         ]
-        rates.append((rows, own.scheduler_.last_epoch))
+        rates.append((rows, fitted.scheduler_.last_epoch))
 
     assert rates[0] == rates[1]
     assert rates[0][0][0] != rates[0][0][1]
 
 
 def test_a_fit_that_fails_keeps_the_state_and_the_schedule_of_the_one_before():
-    own = trainer(False, scheduler=halved)
-    own.fit(X, Y, epochs=2)
-    before = own.optimizer_.state_dict()["state"]
+    fitted = trainer(False, scheduler=halved)
+    fitted.fit(X, Y, epochs=2)
+    before = fitted.optimizer_.state_dict()["state"]
 
     class Fail(Callback):
         def on_step_end(self, step):
             if step.epoch == 1:
                 raise RuntimeError
 
-    own.callbacks = [Fail()]
+    fitted.callbacks = [Fail()]
     with pytest.raises(RuntimeError):
-        own.fit(X, Y, epochs=2)
+        fitted.fit(X, Y, epochs=2)
 
-    assert own.scheduler_.last_epoch == 2
-    assert own.optimizer_.param_groups[0]["lr"] == 0.0125
-    after = own.optimizer_.state_dict()["state"]
+    assert fitted.scheduler_.last_epoch == 2
+    assert fitted.optimizer_.param_groups[0]["lr"] == 0.0125
+    after = fitted.optimizer_.state_dict()["state"]
     assert after.keys() == before.keys() != set()
     for number, state in before.items():
         momentum = after[number]["momentum_buffer"]
@@ -176,11 +178,11 @@ def test_a_fit_that_fails_keeps_the_state_and_the_schedule_of_the_one_before():
 )
 def test_the_steps_of_a_replica_are_known_before(seen, replicas, options, more):
     master = kept(replicas_per_worker=replicas, max_staleness=0)
-    own = trainer(False, optimizer=noting, master=master, **options)
+    fitted = trainer(False, optimizer=noting, master=master, **options)
     batches = {"epochs": 2, "batch_size": 17, **more}
 
-    steps = own.steps(X, **batches)
-    own.fit(X, Y, **batches)
+    steps = fitted.steps(X, **batches)
+    fitted.fit(X, Y, **batches)
 
     assert max(len(seen(replica)) for replica in range(replicas)) == steps
 
@@ -190,15 +192,17 @@ def test_a_one_cycle_that_has_come_to_its_end_keeps_its_rate(caplog):
     assert steps == 30
     rates = []
     for total in (steps, 20):
-        own = trainer(
+        fitted = trainer(
             False,
             scheduler=lambda o, total=total: OneCycleLR(o, 0.1, total_steps=total),
             scheduler_every="step",
         )
-        rates.append(own.fit(X, Y, epochs=2)[-1]["learning_rate"])
+        rates.append(fitted.fit(X, Y, epochs=2)[-1]["learning_rate"])
 
     assert rates == pytest.approx([0.1 / 25 / 1e4] * 2)  # torch's smallest
-    (record,) = [own for own in caplog.records if "OneCycleLR" in own.message]
+    (record,) = [
+        candidate for candidate in caplog.records if "OneCycleLR" in candidate.message
+    ]
     assert record.message.startswith("OneCycleLR has reached its end, total_steps=20, ")
 
 
@@ -209,8 +213,10 @@ def test_the_steps_of_a_stream_are_not_known():
 
 def test_a_too_short_one_cycle_names_the_steps_it_needs():
     def fit(total):
-        own = trainer(False, scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=total))
-        return own.fit(X, Y, epochs=5)
+        fitted = trainer(
+            False, scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=total)
+        )
+        return fitted.fit(X, Y, epochs=5)
 
     with pytest.raises(OptionError, match=r"total_steps=3, before .*total_steps=5 or"):
         fit(3)

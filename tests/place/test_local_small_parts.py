@@ -40,13 +40,13 @@ KINDS = pytest.mark.parametrize("kind", [lazy, delayed, files])
 @KINDS
 def test_without_shuffling_the_steps_are_those_of_arrays_in_memory(tmp_path, kind):
     """Bit for bit."""
-    one, other = trainer(False), trainer(False)
+    fitted, in_memory = trainer(False), trainer(False)
 
-    one.fit(*kind(tmp_path / "data"), batch_size=32, shuffle=False)
-    other.fit(X, Y, batch_size=32, shuffle=False)
+    fitted.fit(*kind(tmp_path / "data"), batch_size=32, shuffle=False)
+    in_memory.fit(X, Y, batch_size=32, shuffle=False)
 
-    for name, value in one.model_.state_dict().items():
-        assert torch.equal(value, other.model_.state_dict()[name])
+    for name, value in fitted.model_.state_dict().items():
+        assert torch.equal(value, in_memory.model_.state_dict()[name])
 
 
 @KINDS
@@ -64,14 +64,14 @@ def test_every_row_is_trained_on_once_in_each_epoch(tmp_path, kind, replicas, ca
 
 
 def test_parts_of_different_shapes_are_not_merged():
-    made = [
+    parts = [
         dask.delayed((np.ones((4, 2 + i // 50, 3), np.float32), np.zeros(4, int)))
         for i in range(150)
     ]
     model = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d((1, 3)), torch.nn.Flatten())
     model.append(torch.nn.Linear(3, 2))
 
-    history = trainer(False, model=model).fit(made, batch_size=8)
+    history = trainer(False, model=model).fit(parts, batch_size=8)
 
     assert history.column("examples") == [600]
 

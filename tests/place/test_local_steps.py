@@ -34,9 +34,9 @@ class TestAccumulation:
     def test_a_group_is_one_large_batch(self, optimizer, reduction):
         runs, loss = [], nn.CrossEntropyLoss(reduction=reduction)
         for options, batch_size in (({"accumulate": 3}, 28), ({}, 84)):
-            own = trainer(False, optimizer=optimizer, loss=loss, **options)
-            history = own.fit(X, Y, epochs=2, batch_size=batch_size)
-            runs.append((vector(own.model_), history.column("loss")))
+            fitted = trainer(False, optimizer=optimizer, loss=loss, **options)
+            history = fitted.fit(X, Y, epochs=2, batch_size=batch_size)
+            runs.append((vector(fitted.model_), history.column("loss")))
 
         torch.testing.assert_close(runs[0][0], runs[1][0], rtol=0, atol=1e-5)
         assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-5)
@@ -44,9 +44,9 @@ class TestAccumulation:
     def test_steps_are_counted_and_not_batches(self, tmp_path):
         notes = Notes(tmp_path)
         master = kept(replicas_per_worker=2, max_staleness=0)
-        own = trainer(False, master=master, accumulate=3, callbacks=[notes])
+        fitted = trainer(False, master=master, accumulate=3, callbacks=[notes])
 
-        history = own.fit(X, Y, epochs=2, batch_size=16)
+        history = fitted.fit(X, Y, epochs=2, batch_size=16)
 
         # Ten groups of 48 in an epoch, shared out evenly.
         lines = notes.read()
@@ -65,7 +65,7 @@ class Held(nn.Linear, Penalised):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_penalty_counts_once_in_a_step(reduction, accumulate):
-    own = trainer(
+    fitted = trainer(
         False,
         model=lambda: Held(20, 4),
         loss=nn.CrossEntropyLoss(reduction=reduction),
@@ -73,15 +73,15 @@ def test_a_penalty_counts_once_in_a_step(reduction, accumulate):
         accumulate=accumulate,
     )
     module = start_of(lambda: Held(20, 4))
-    loss = own.loss(module(torch.from_numpy(X)), torch.from_numpy(Y))
+    loss = fitted.loss(module(torch.from_numpy(X)), torch.from_numpy(Y))
     (loss + module.penalty()).backward()
 
     # The last batch of a group has fewer rows.
     size = len(X) if accumulate == 1 else 200
-    history = own.fit(X, Y, batch_size=size, shuffle=False)
+    history = fitted.fit(X, Y, batch_size=size, shuffle=False)
 
     expected = module.weight - 1e-3 * module.weight.grad
-    torch.testing.assert_close(own.model_.weight, expected)
+    torch.testing.assert_close(fitted.model_.weight, expected)
     if accumulate == 1:
         penalised = loss + module.penalty()
         assert history[0]["loss"] == pytest.approx(penalised.item(), rel=1e-5)
@@ -106,12 +106,12 @@ def of_model(model, lr=0.05):
 )
 def test_an_optimizer_is_given_in_several_forms(options):
     plain = trainer(False, optimizer=lambda params: torch.optim.SGD(params, lr=0.05))
-    own = trainer(False, **options)
+    fitted = trainer(False, **options)
 
-    for each in (plain, own):
+    for each in (plain, fitted):
         each.fit(X, Y)
 
-    assert torch.equal(vector(own.model_), vector(plain.model_))
+    assert torch.equal(vector(fitted.model_), vector(plain.model_))
 
 
 def test_a_function_of_the_model_makes_groups_by_name(tmp_path):
@@ -123,14 +123,14 @@ def test_a_function_of_the_model_makes_groups_by_name(tmp_path):
         return torch.optim.SGD(groups, lr=0.05)
 
     first, last = 20 * 32 + 32, 32 * 4 + 4
-    own = trainer(False, optimizer=make)
+    fitted = trainer(False, optimizer=make)
 
-    own.fit(X, Y)
+    fitted.fit(X, Y)
 
-    still = vector(own.model_) == vector(start_of(mlp))
+    still = vector(fitted.model_) == vector(start_of(mlp))
     assert still[:first].all()
     assert not still[-last:].all()
-    own.save(tmp_path)
+    fitted.save(tmp_path)
     loaded = Trainer.load(tmp_path, model=mlp, client=False)
     assert [group["lr"] for group in loaded.optimizer_.param_groups] == [0.0, 0.05]
 
@@ -167,21 +167,23 @@ def test_one_step_trains_two_models_as_two_optimizers_do():
         groups = [{"params": part.parameters(), "lr": lr} for part, lr in each]
         return torch.optim.Adam(groups)
 
-    own = trainer(False, model=Gan, loss=None, step=gan_step, optimizer=make)
-    history = own.fit(X, real, batch_size=96, shuffle=False)
+    fitted = trainer(False, model=Gan, loss=None, step=gan_step, optimizer=make)
+    history = fitted.fit(X, real, batch_size=96, shuffle=False)
 
     plain = start_of(Gan)
-    one = torch.optim.Adam(plain.generator.parameters(), lr=0.1)
-    other = torch.optim.Adam(plain.discriminator.parameters(), lr=0.3)
+    of_generator = torch.optim.Adam(plain.generator.parameters(), lr=0.1)
+    of_discriminator = torch.optim.Adam(plain.discriminator.parameters(), lr=0.3)
     for start in range(0, 480, 96):
         batch = [torch.from_numpy(t[start : start + 96]) for t in (X, real)]
         losses = gan_losses(plain.generator, plain.discriminator, batch)
-        for optimizer, loss in zip((other, one), losses, strict=True):
+        for optimizer, loss in zip(
+            (of_discriminator, of_generator), losses, strict=True
+        ):
             optimizer.zero_grad()
             loss.backward()
-        one.step()
-        other.step()
-    torch.testing.assert_close(vector(own.model_), vector(plain))
+        of_generator.step()
+        of_discriminator.step()
+    torch.testing.assert_close(vector(fitted.model_), vector(plain))
     row = history[0]
     assert row["loss"] == pytest.approx(row["judged"] + row["fooled"])
 
@@ -220,7 +222,7 @@ def test_overflowing_float16_gradients_do_not_end_the_run(replicas):
     def steep(model, batch):
         return 1e3 * functional.cross_entropy(model(batch[0]), batch[1])
 
-    own = trainer(
+    fitted = trainer(
         False,
         loss=None,
         step=steep,
@@ -229,7 +231,7 @@ def test_overflowing_float16_gradients_do_not_end_the_run(replicas):
         master=kept(replicas_per_worker=replicas),
     )
 
-    history = own.fit(X, Y, epochs=4, batch_size=8)
+    history = fitted.fit(X, Y, epochs=4, batch_size=8)
 
     assert history[-1]["loss"] < 0.8 * history[0]["loss"]
 
@@ -266,14 +268,14 @@ class TestOwnStep:
     @pytest.mark.parametrize("replicas", [1, 2])
     def test_a_step_replaces_the_loss(self, replicas):
         master = kept(replicas_per_worker=replicas)
-        own = trainer(False, model=Pair, loss=None, step=own_step, master=master)
+        fitted = trainer(False, model=Pair, loss=None, step=own_step, master=master)
 
-        history = own.fit(X, Y, epochs=4, batch_size=16, validation=(X, Y))
-        scores = own.evaluate(X, Y)
+        history = fitted.fit(X, Y, epochs=4, batch_size=16, validation=(X, Y))
+        scores = fitted.evaluate(X, Y)
 
         with torch.no_grad():
             batch = torch.from_numpy(X), torch.from_numpy(Y)
-            expected = own_step(own.model_, batch).item()
+            expected = own_step(fitted.model_, batch).item()
         assert scores == {"loss": pytest.approx(expected, rel=1e-5)}
         assert "val_accuracy" not in history[0]
         assert history[-1]["val_loss"] < history[0]["val_loss"] / 2
@@ -290,19 +292,19 @@ class TestOwnStep:
         master = kept(replicas_per_worker=replicas, max_staleness=0)
         stopping = EarlyStopping("val_label", mode="max", patience=1)
         best = Y.argsort()[-100:]
-        own = trainer(
+        fitted = trainer(
             False, loss=None, step=step, master=master, accumulate=2,
             callbacks=[stopping],
         )  # fmt: skip
 
         # The last step of an epoch has 16 rows less than the others.
-        history = own.fit(X[:464], Y[:464], epochs=9, validation=(X[best], Y[best]))
+        history = fitted.fit(X[:464], Y[:464], epochs=9, validation=(X[best], Y[best]))
 
         assert history.column("label") == pytest.approx([Y[:464].mean()] * 2)
         assert history.column("rows") == pytest.approx([(14 * 32**2 + 16**2) / 464] * 2)
         assert history.column("val_label") == pytest.approx([Y[best].mean()] * 2)
         assert history.stopping.reason == "patience"
-        scores = own.evaluate(X[best], Y[best], batch_size=50)
+        scores = fitted.evaluate(X[best], Y[best], batch_size=50)
         assert scores.keys() == {"loss", "label", "rows"}
         assert scores["rows"] == 50
 
@@ -313,9 +315,9 @@ class TestOwnStep:
             return loss, {"late": 1.0} if sum(TIMES) > 2 else {}
 
         TIMES.clear()
-        own = trainer(False, loss=None, step=step)
+        fitted = trainer(False, loss=None, step=step)
 
-        history = own.fit(X, Y, epochs=2, batch_size=240)
+        history = fitted.fit(X, Y, epochs=2, batch_size=240)
 
         assert [*map(math.isnan, history.column("late"))] == [True, False]
         assert "late" in history._repr_html_()
@@ -332,9 +334,9 @@ class TestOwnStep:
 
     def test_validation_rows_are_not_trained_on(self):
         MODES.clear()
-        own = trainer(False, loss=None, step=noting_step)
+        fitted = trainer(False, loss=None, step=noting_step)
 
-        own.fit(X, Y, batch_size=40, validation=(X[:80], Y[:80]))
+        fitted.fit(X, Y, batch_size=40, validation=(X[:80], Y[:80]))
 
         rehearsed, trained, scored = MODES[:4], MODES[4:16], MODES[16:]
         assert sorted(rehearsed) == [(False, False, 2)] * 2 + [(False, True, 2)] * 2

@@ -33,13 +33,13 @@ class Epochs(Callback):
 
 def test_all_replicas_stop_at_the_same_epoch(monkeypatch):
     monkeypatch.setattr(Epochs, "begun", ())
-    own = trainer(
+    fitted = trainer(
         False,
         master=kept(replicas_per_worker=3),
         callbacks=[EarlyStopping(patience=2), Epochs()],
     )
 
-    history = own.fit(X, Y, epochs=50, batch_size=7, validation=OTHER)
+    history = fitted.fit(X, Y, epochs=50, batch_size=7, validation=OTHER)
 
     stopping = history.stopping
     assert stopping.reason == "patience"
@@ -65,9 +65,9 @@ def test_one_replica_returns_the_model_of_a_shorter_fit_bit_for_bit(one_thread):
 
 def test_a_fit_ends_when_only_some_epochs_are_checked():
     """Deeplearning4j's issue 4038: such a fit never ended."""
-    own = trainer(False, callbacks=[EarlyStopping(patience=1, every=3)])
+    fitted = trainer(False, callbacks=[EarlyStopping(patience=1, every=3)])
 
-    history = own.fit(X, Y, epochs=50, validation=OTHER)
+    history = fitted.fit(X, Y, epochs=50, validation=OTHER)
 
     looked_at = list(range(2, len(history), 3))
     assert history.stopping.reason == "patience"
@@ -105,10 +105,10 @@ class StopsAt(Callback):
 
 @pytest.mark.parametrize("reason", [None, 0, ["enough"]])
 def test_a_reason_that_is_not_a_text_is_refused(reason):
-    own = trainer(False, callbacks=[StopsAt(2, reason)])
+    failing = trainer(False, callbacks=[StopsAt(2, reason)])
 
     with pytest.raises(OptionError, match=r"step\.stop must be a string, got"):
-        own.fit(X, Y)
+        failing.fit(X, Y)
 
 
 class ReturnsAtSteps(Callback):
@@ -130,10 +130,10 @@ class ReturnsAtEpochs(Callback):
     "callback", [ReturnsAtSteps(), ReturnsAtBegins(), ReturnsAtEpochs()]
 )
 def test_a_hook_that_returns_whether_to_stop_is_refused(callback):
-    own = trainer(False, callbacks=[callback])
+    failing = trainer(False, callbacks=[callback])
 
     with pytest.raises(OptionError, match=r"returned False.*call step\.stop\(\)"):
-        own.fit(X, Y)
+        failing.fit(X, Y)
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -141,9 +141,9 @@ def test_a_callback_ends_the_fit_for_all(monkeypatch, replicas, tmp_path):
     monkeypatch.setattr(Epochs, "begun", ())
     master = kept(replicas_per_worker=replicas)
     callbacks = [StopsAt(17, "enough"), Epochs(), Checkpoint(tmp_path)]
-    own = trainer(False, master=master, callbacks=callbacks)
+    fitted = trainer(False, master=master, callbacks=callbacks)
 
-    history = own.fit(X, Y, epochs=50, batch_size=4, validation=OTHER)
+    history = fitted.fit(X, Y, epochs=50, batch_size=4, validation=OTHER)
 
     stopping = history.stopping
     assert (stopping.reason, stopping.monitor) == ("stopped", None)
@@ -154,7 +154,7 @@ def test_a_callback_ends_the_fit_for_all(monkeypatch, replicas, tmp_path):
     ]
     if replicas == 1:
         assert history.column("examples") == [17 * 4]
-    check_shows_what_was_validated(own, OTHER)
+    check_shows_what_was_validated(fitted, OTHER)
     again = trainer(False, master=master, callbacks=callbacks[1:])
     resumed = again.fit(X, Y, epochs=len(history) + 1, batch_size=4, resume=True)
     assert len(resumed) == len(history) + 1
@@ -167,9 +167,9 @@ def test_a_callback_ends_the_fit_for_all(monkeypatch, replicas, tmp_path):
     [("bad\udcff.npy", r"bad\\udcff\.npy"), ("x" * 10**6, "x+ ... [0-9]+ more ... x+")],
 )
 def test_the_reason_of_a_stop_is_a_bounded_text_that_can_be_sent(reason, details):
-    own = trainer(False, callbacks=[StopsAt(2, reason)])
+    fitted = trainer(False, callbacks=[StopsAt(2, reason)])
 
-    stopping = own.fit(X, Y, epochs=2, batch_size=4).stopping
+    stopping = fitted.fit(X, Y, epochs=2, batch_size=4).stopping
 
     where = "a callback stopped the fit at step 2 of replica 0: "
     assert re.fullmatch(where + details, stopping.details)
@@ -177,35 +177,35 @@ def test_the_reason_of_a_stop_is_a_bounded_text_that_can_be_sent(reason, details
 
 
 def test_a_stopped_fit_returns_the_best_model():
-    own = trainer(False, callbacks=[EarlyStopping(patience=99), StopsAt(62)])
+    fitted = trainer(False, callbacks=[EarlyStopping(patience=99), StopsAt(62)])
 
-    history = own.fit(X, Y, epochs=50, validation=OTHER)  # 15 steps in each epoch
+    history = fitted.fit(X, Y, epochs=50, validation=OTHER)  # 15 steps in each epoch
 
     stopping = history.stopping
     assert (stopping.reason, len(history), stopping.restored) == ("stopped", 5, True)
     assert stopping.best_epoch < 4
-    assert own.evaluate(*OTHER)["loss"] == pytest.approx(stopping.best_score)
+    assert fitted.evaluate(*OTHER)["loss"] == pytest.approx(stopping.best_score)
 
 
 def test_a_score_that_is_not_finite_ends_the_fit_with_the_best_model():
     rule = EarlyStopping(patience=9)
-    own = trainer(False, model=Overflowing, callbacks=[rule])
+    fitted = trainer(False, model=Overflowing, callbacks=[rule])
 
-    history = own.fit(X, Y, epochs=9, validation=OTHER)  # 15 steps in each epoch
+    history = fitted.fit(X, Y, epochs=9, validation=OTHER)  # 15 steps in each epoch
 
     assert history.stopping.reason == "not_finite"
     assert len(history) == 3
     assert history.stopping.restored
-    assert math.isfinite(own.evaluate(*OTHER)["loss"])
+    assert math.isfinite(fitted.evaluate(*OTHER)["loss"])
 
 
 def test_a_warning_says_that_the_best_model_was_lost(monkeypatch, caplog):
     monkeypatch.setattr(
-        "daskdl.training.epoch_control.EarlyStopper.best", lambda own: None
+        "daskdl.training.epoch_control.EarlyStopper.best", lambda _: None
     )
-    own = trainer(False, callbacks=[EarlyStopping("loss", patience=99)])
+    fitted = trainer(False, callbacks=[EarlyStopping("loss", patience=99)])
 
-    stopping = own.fit(X, Y, epochs=2).stopping
+    stopping = fitted.fit(X, Y, epochs=2).stopping
 
     assert (stopping.best_epoch, stopping.restored) == (1, False)
     assert "all replicas with the best model, of epoch 1, were lost" in caplog.text

@@ -18,10 +18,10 @@ REMEDY = r"2 parts.* used 2 times.*get_worker_info\(\).*daskdl\.data\.Stream"
     ids=["in order", "shuffled", "validation"],
 )
 def test_a_stream_used_whole_by_every_replica_is_warned_of(data, options, examples):
-    own = trainer(False, master=daskdl.GradientSharing(replicas_per_worker=2))
+    fitted = trainer(False, master=daskdl.GradientSharing(replicas_per_worker=2))
 
     with pytest.warns(UserWarning, match=REMEDY):
-        history = own.fit(data, batch_size=16, **options)
+        history = fitted.fit(data, batch_size=16, **options)
 
     assert history[-1]["examples"] == examples
 
@@ -32,6 +32,6 @@ def test_a_stream_used_whole_by_every_replica_is_warned_of(data, options, exampl
     ids=["shards", "one"],
 )
 def test_sharded_streams_train_on_every_row_once(replicas, data):
-    own = trainer(False, master=daskdl.GradientSharing(replicas_per_worker=replicas))
+    fitted = trainer(False, master=daskdl.GradientSharing(replicas_per_worker=replicas))
 
-    assert own.fit(data, batch_size=16)[-1]["examples"] == 64
+    assert fitted.fit(data, batch_size=16)[-1]["examples"] == 64

@@ -21,9 +21,9 @@ def two(**options):
 class TestRows:
     def test_every_requested_step_has_a_row(self, tmp_path):
         notes = Notes(tmp_path)
-        own = trainer(False, master=two(), telemetry_every=3, callbacks=[notes])
+        fitted = trainer(False, master=two(), telemetry_every=3, callbacks=[notes])
 
-        history = own.fit(X, Y, epochs=3, batch_size=8)
+        history = fitted.fit(X, Y, epochs=3, batch_size=8)
 
         steps = [(line, line["number"]) for line in notes.read()]
         wanted = {
@@ -41,9 +41,9 @@ class TestRows:
 
     def test_rows_have_bytes_sent_and_residuals(self):
         master = two(compare_models=False, exchange_every=1)
-        own = trainer(False, master=master, telemetry_every=1)
+        fitted = trainer(False, master=master, telemetry_every=1)
 
-        history = own.fit(X, Y, epochs=2, batch_size=8)
+        history = fitted.fit(X, Y, epochs=2, batch_size=8)
 
         for epoch, row in enumerate(history):
             of_epoch = [s for s in history.steps if s["epoch"] == epoch]
@@ -60,9 +60,9 @@ class TestRows:
 
     def test_rows_show_the_warm_up_and_steps_without_an_exchange(self):
         master = two(exchange_every=2, warmup_steps=4, max_staleness=0)
-        own = trainer(False, master=master, telemetry_every=1)
+        fitted = trainer(False, master=master, telemetry_every=1)
 
-        steps = own.fit(X, Y, batch_size=24).steps
+        steps = fitted.fit(X, Y, batch_size=24).steps
 
         first = [row for row in steps if row["replica"] == 0][:6]
         kinds = [row["kind"] for row in first]
@@ -74,9 +74,9 @@ class TestRows:
     def test_telemetry_does_not_change_the_training(self):
         ends = []
         for every in (None, 1):
-            own = trainer(False, master=two(max_staleness=0), telemetry_every=every)
-            own.fit(X, Y, epochs=2, batch_size=16)
-            ends.append(parameters_of(own.model_))
+            fitted = trainer(False, master=two(max_staleness=0), telemetry_every=every)
+            fitted.fit(X, Y, epochs=2, batch_size=16)
+            ends.append(parameters_of(fitted.model_))
 
         assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
 
@@ -87,13 +87,15 @@ class TestRows:
                     raise RuntimeError("enough")
 
         master = two(max_staleness=0)
-        own = trainer(False, master=master, telemetry_every=2, callbacks=[FailLater()])
+        interrupted = trainer(
+            False, master=master, telemetry_every=2, callbacks=[FailLater()]
+        )
 
         with pytest.raises(RuntimeError, match="enough"):
-            own.fit(X, Y, epochs=5, batch_size=8)  # 30 steps in each epoch
+            interrupted.fit(X, Y, epochs=5, batch_size=8)  # 30 steps in each epoch
 
-        assert len(own.history_) == 1
-        steps = [r["step"] for r in own.history_.steps if r["replica"] == 1]
+        assert len(interrupted.history_) == 1
+        steps = [r["step"] for r in interrupted.history_.steps if r["replica"] == 1]
         assert steps == list(range(2, 41, 2))
 
 
@@ -109,7 +111,7 @@ class Jumping(torch.nn.CrossEntropyLoss):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_rising_loss_ends_the_run_with_a_diagnosis(replicas):
-    own = trainer(
+    interrupted = trainer(
         False,
         loss=Jumping(),
         master=kept(replicas_per_worker=replicas, update_scale="sum"),
@@ -118,7 +120,7 @@ def test_a_rising_loss_ends_the_run_with_a_diagnosis(replicas):
     )
 
     with pytest.raises(DivergedError) as caught:
-        own.fit(X, Y, epochs=100, batch_size=8)
+        interrupted.fit(X, Y, epochs=100, batch_size=8)
 
     text = str(caught.value)
     assert "the loss diverged: it is 500" in text
@@ -127,11 +129,11 @@ def test_a_rising_loss_ends_the_run_with_a_diagnosis(replicas):
     assert "gradients are clipped already" in text
     assert "set max_loss_rise=None" in text
     assert ("2 replicas move 2 times as far" in text) == (replicas == 2)
-    assert own.history_.steps.column("loss")[-1] > 5e3
-    assert len(own.history_) >= 3
+    assert interrupted.history_.steps.column("loss")[-1] > 5e3
+    assert len(interrupted.history_) >= 3
 
 
 def test_max_loss_rise_none_allows_a_high_loss():
-    own = trainer(False, loss=Jumping(), max_loss_rise=None)
+    fitted = trainer(False, loss=Jumping(), max_loss_rise=None)
 
-    assert len(own.fit(X, Y, epochs=8, batch_size=8)) == 8
+    assert len(fitted.fit(X, Y, epochs=8, batch_size=8)) == 8

@@ -62,7 +62,7 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
-def made(kind):
+def maker(kind):
     """A function that makes a network with it; its own layer has another one too."""
 
     def make():
@@ -74,7 +74,7 @@ def made(kind):
     return make
 
 
-EVERY = {model.__name__: model for model in MODELS} | {k: made(k) for k in KINDS}
+EVERY = {model.__name__: model for model in MODELS} | {k: maker(k) for k in KINDS}
 
 
 @pytest.mark.parametrize(
@@ -85,43 +85,43 @@ EVERY = {model.__name__: model for model in MODELS} | {k: made(k) for k in KINDS
     ],
 )
 def test_two_replicas_train_and_the_trained_model_is_used(model, master):
-    own = trainer(False, model=model, master=master(replicas_per_worker=2))
+    fitted = trainer(False, model=model, master=master(replicas_per_worker=2))
 
-    first = own.fit(X, Y, epochs=2, validation=(X, Y))
-    second = own.fit(X, Y, epochs=2, validation=(X, Y))
+    first = fitted.fit(X, Y, epochs=2, validation=(X, Y))
+    second = fitted.fit(X, Y, epochs=2, validation=(X, Y))
 
     assert second[-1]["loss"] < first[0]["loss"]
     with torch.no_grad():
-        output = own.model_.eval()(torch.from_numpy(X))
-    np.testing.assert_allclose(own.predict(X), output, rtol=1e-4, atol=1e-5)
+        output = fitted.model_.eval()(torch.from_numpy(X))
+    np.testing.assert_allclose(fitted.predict(X), output, rtol=1e-4, atol=1e-5)
     loss = nn.functional.cross_entropy(output, torch.from_numpy(Y)).item()
-    assert own.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-4)
+    assert fitted.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-4)
     assert second[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.parametrize("model", MODELS)
 class TestEveryKind:
     def test_one_replica_is_a_plain_loop(self, model):
-        own = trainer(False, model=model, master=kept())
+        fitted = trainer(False, model=model, master=kept())
         expected = plain_loop(model, sgd, seed=0, epochs=2, batch_size=16, x=X, y=Y)
 
-        own.fit(X, Y, epochs=2, batch_size=16, shuffle=False)
+        fitted.fit(X, Y, epochs=2, batch_size=16, shuffle=False)
 
-        for name, value in parameters_of(own.model_).items():
+        for name, value in parameters_of(fitted.model_).items():
             np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-6)
 
     def test_a_checkpoint_and_a_save_are_continued(self, model, tmp_path):
         point = {"callbacks": [Checkpoint(str(tmp_path / "checkpoints"))]}
         trainer(False, model=model, **point).fit(X, Y, epochs=1)
-        own = trainer(False, model=model, **point)
-        assert len(own.fit(X, Y, epochs=2, resume=True)) == 2
-        own.save(tmp_path / "save")
+        fitted = trainer(False, model=model, **point)
+        assert len(fitted.fit(X, Y, epochs=2, resume=True)) == 2
+        fitted.save(tmp_path / "save")
 
         loaded = Trainer.load(
             tmp_path / "save", client=False, model=model, optimizer=sgd, callbacks=[]
         )
 
-        assert loaded.evaluate(X, Y)["loss"] == own.evaluate(X, Y)["loss"]
+        assert loaded.evaluate(X, Y)["loss"] == fitted.evaluate(X, Y)["loss"]
         loaded.fit(X, Y)
 
 
@@ -134,46 +134,48 @@ def still(parameters):
 
 
 def test_replicas_begin_with_the_state_of_the_first_module_that_was_made():
-    made = []
+    modules = []
 
     def model():
-        made.append(Own())
-        return made[-1]
+        modules.append(Own())
+        return modules[-1]
 
-    own = trainer(
+    fitted = trainer(
         False,
         model=model,
         optimizer=still,
         master=ParameterAveraging(replicas_per_worker=2),
     )
-    own.fit(X, Y, batch_size=16, validation=(X, Y))
+    fitted.fit(X, Y, batch_size=16, validation=(X, Y))
 
-    assert len(made) > 2
-    assert own.model_ is made[0]
-    expected = made[0](torch.from_numpy(X))
+    assert len(modules) > 2
+    assert fitted.model_ is modules[0]
+    expected = modules[0](torch.from_numpy(X))
     loss = nn.functional.cross_entropy(expected, torch.from_numpy(Y)).item()
-    assert own.history_[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
-    np.testing.assert_allclose(own.predict(X), expected.detach(), rtol=1e-4, atol=1e-5)
+    assert fitted.history_[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
+    np.testing.assert_allclose(
+        fitted.predict(X), expected.detach(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_function_that_cannot_be_pickled_is_called_in_this_process():
     lock = threading.Lock()
 
     def model():
-        own = mlp()
-        own.lock = lock
-        return own
+        module = mlp()
+        module.lock = lock
+        return module
 
-    own = trainer(False, model=model, master=kept(replicas_per_worker=2))
-    history = own.fit(X, Y, epochs=3)
+    fitted = trainer(False, model=model, master=kept(replicas_per_worker=2))
+    history = fitted.fit(X, Y, epochs=3)
 
     assert history[-1]["loss"] < history[0]["loss"]
-    assert own.model_.lock is lock
-    assert len(own.predict(X)) == len(X)
+    assert fitted.model_.lock is lock
+    assert len(fitted.predict(X)) == len(X)
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("make_another", "message"),
     [
         (
             lambda: nn.Linear(20, 5),
@@ -186,13 +188,15 @@ def test_a_function_that_cannot_be_pickled_is_called_in_this_process():
     ],
     ids=["shape", "fewer", "dtype", "class", "kind"],
 )
-def test_a_function_that_makes_another_module_each_time_is_refused(other, message):
-    made = []
+def test_a_function_that_makes_another_module_each_time_is_refused(
+    make_another, message
+):
+    modules = []
 
     def model():
-        made.append(nn.Linear(20, 4) if not made else other())
-        made[-1].lock = threading.Lock()
-        return made[-1]
+        modules.append(nn.Linear(20, 4) if not modules else make_another())
+        modules[-1].lock = threading.Lock()
+        return modules[-1]
 
     with pytest.raises(ModelError) as caught:
         trainer(False, model=model).fit(X, Y)

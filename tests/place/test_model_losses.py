@@ -58,9 +58,9 @@ class Items(Dataset):
 
 def fitted(*data, model=Classifier, **options):
     options = {"loss": None, "model": model} | options
-    own = trainer(False, **options)
-    own.fit(*data, epochs=2, batch_size=16, shuffle=False, validation=HELD)
-    return own
+    fitted = trainer(False, **options)
+    fitted.fit(*data, epochs=2, batch_size=16, shuffle=False, validation=HELD)
+    return fitted
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,11 @@ def expected():
         def forward(self, X):
             return super().forward(X)["logits"]
 
-    own = trainer(False, model=Logits)
-    own.fit(X, Y, epochs=2, batch_size=16, shuffle=False, validation=(X[:32], Y[:32]))
-    return own
+    fitted = trainer(False, model=Logits)
+    fitted.fit(
+        X, Y, epochs=2, batch_size=16, shuffle=False, validation=(X[:32], Y[:32])
+    )
+    return fitted
 
 
 DATA = {
@@ -93,14 +95,17 @@ DATA = {
 
 @pytest.mark.parametrize("data", DATA)
 def test_labels_come_in_a_dict_or_as_y(data, expected):
-    own = fitted(*DATA[data])
+    trained = fitted(*DATA[data])
 
     for name in ("loss", "val_loss", "val_accuracy"):
-        found, same = own.history_.column(name), expected.history_.column(name)
-        np.testing.assert_allclose(found, same, rtol=1e-5)
-    scores = own.evaluate(HELD, metrics="classification")
+        losses, expected_losses = (
+            trained.history_.column(name),
+            expected.history_.column(name),
+        )
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    scores = trained.evaluate(HELD, metrics="classification")
     assert scores["accuracy"] == expected.history_.column("val_accuracy")[-1]
-    own_scores = own.score_examples(HELD)
+    own_scores = trained.score_examples(HELD)
     # A loss near 0 is the difference of two logarithms: 1e-7 is its last bit.
     np.testing.assert_allclose(
         own_scores, expected.score_examples(X[:32], Y[:32]), rtol=1e-5, atol=2e-7
@@ -109,19 +114,25 @@ def test_labels_come_in_a_dict_or_as_y(data, expected):
 
 @pytest.mark.parametrize("model", [OfObjects, OfMappings, OneDict])
 def test_the_loss_is_in_an_object_or_any_mapping(model, expected):
-    own = fitted({"X": X, "labels": Y}, model=model)
+    trained = fitted({"X": X, "labels": Y}, model=model)
 
-    found, same = own.history_.column("loss"), expected.history_.column("loss")
-    np.testing.assert_allclose(found, same, rtol=1e-5)
+    losses, expected_losses = (
+        trained.history_.column("loss"),
+        expected.history_.column("loss"),
+    )
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
 
 
 def test_a_loss_that_is_given_gets_the_logits_of_an_object(expected):
-    own = trainer(False, model=OfObjects)
-    own.fit(X, Y, epochs=2, batch_size=16, shuffle=False)
+    fitted = trainer(False, model=OfObjects)
+    fitted.fit(X, Y, epochs=2, batch_size=16, shuffle=False)
 
-    found, same = own.history_.column("loss"), expected.history_.column("loss")
-    np.testing.assert_allclose(found, same, rtol=1e-5)
-    scores = own.evaluate(X[:32], Y[:32], metrics="classification")
+    losses, expected_losses = (
+        fitted.history_.column("loss"),
+        expected.history_.column("loss"),
+    )
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    scores = fitted.evaluate(X[:32], Y[:32], metrics="classification")
     assert scores["accuracy"] == expected.history_.column("val_accuracy")[-1]
 
 
@@ -163,12 +174,12 @@ def test_a_loss_of_several_numbers_is_refused():
 
 
 def test_a_saved_trainer_without_a_loss_goes_on(tmp_path):
-    own = fitted(HELD)
-    own.save(tmp_path / "run")
+    trained = fitted(HELD)
+    trained.save(tmp_path / "run")
 
     again = daskdl.Trainer.load(tmp_path / "run", model=Classifier, client=False)
 
-    assert again.evaluate(HELD) == own.evaluate(HELD)
+    assert again.evaluate(HELD) == trained.evaluate(HELD)
     with pytest.raises(OptionError, match="loss must be None with step="):
         daskdl.Trainer.load(
             tmp_path / "run", model=Classifier, loss=nn.MSELoss(), step=print

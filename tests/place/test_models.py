@@ -40,27 +40,27 @@ class TestModels:
             model[0].requires_grad_(False)
             return model
 
-        own = trainer(False, master=TWO, model=partly)
-        own.fit(X, Y, epochs=2)
+        fitted = trainer(False, master=TWO, model=partly)
+        fitted.fit(X, Y, epochs=2)
 
         start = start_of(partly)
-        assert torch.equal(own.model_[0].weight, start[0].weight)
-        assert not own.model_[0].weight.requires_grad
-        assert (own.model_[2].weight - start[2].weight).abs().max() > 1e-3
+        assert torch.equal(fitted.model_[0].weight, start[0].weight)
+        assert not fitted.model_[0].weight.requires_grad
+        assert (fitted.model_[2].weight - start[2].weight).abs().max() > 1e-3
 
     def test_tied_parameters_stay_tied(self):
-        own = trainer(False, master=TWO, model=tied)
-        own.fit(X, Y)
+        fitted = trainer(False, master=TWO, model=tied)
+        fitted.fit(X, Y)
 
-        assert own.model_.first.weight is own.model_.second.weight
+        assert fitted.model_.first.weight is fitted.model_.second.weight
         start = start_of(tied).first.weight
-        assert (own.model_.first.weight - start).abs().max() > 1e-3
+        assert (fitted.model_.first.weight - start).abs().max() > 1e-3
 
     def test_dtypes_stay_and_nothing_is_a_view_of_a_flat_vector(self):
-        own = trainer(False, master=TWO, model=lambda: mlp().bfloat16())
-        own.fit(X, Y)
+        fitted = trainer(False, master=TWO, model=lambda: mlp().bfloat16())
+        fitted.fit(X, Y)
 
-        for parameter in own.model_.parameters():
+        for parameter in fitted.model_.parameters():
             assert parameter.dtype == torch.bfloat16
             assert parameter.untyped_storage().nbytes() == 2 * parameter.numel()
 
@@ -71,10 +71,10 @@ class TestModels:
 
         starts = []
         for seed in (0, 5):
-            own = trainer(False, master=TWO, seed=seed, callbacks=[Stop()])
+            interrupted = trainer(False, master=TWO, seed=seed, callbacks=[Stop()])
             with pytest.raises(RuntimeError):
-                own.fit(X, Y)
-            starts.append(vector(own.model_))
+                interrupted.fit(X, Y)
+            starts.append(vector(interrupted.model_))
 
         for seed, start in zip((0, 5), starts, strict=True):
             expected = vector(start_of(mlp, seed))

@@ -28,67 +28,67 @@ def replicas(request):
 
 def fitted(replicas, **options):
     master = GradientSharing(replicas_per_worker=replicas)
-    own = trainer(False, master=master, **options)
-    fit(own)
-    return own
+    fitted = trainer(False, master=master, **options)
+    fit(fitted)
+    return fitted
 
 
-def fit(own, **options):
-    return own.fit(X, Y, **{"batch_size": 16, **options})
+def fit(trained, **options):
+    return trained.fit(X, Y, **{"batch_size": 16, **options})
 
 
-def steps(own):
-    return [int(s["step"]) for s in own.optimizer_.state_dict()["state"].values()]
+def steps(trained):
+    return [int(s["step"]) for s in trained.optimizer_.state_dict()["state"].values()]
 
 
 def test_a_new_learning_rate_is_used_and_the_moments_stay(replicas):
-    own = fitted(replicas, optimizer=adam())
-    before = max(steps(own))
+    trained = fitted(replicas, optimizer=adam())
+    before = max(steps(trained))
 
-    own.optimizer = adam(lr=1e-3, weight_decay=0.01)
-    history = fit(own)
+    trained.optimizer = adam(lr=1e-3, weight_decay=0.01)
+    history = fit(trained)
 
     assert history.column("learning_rate") == [1e-3]
-    assert min(steps(own)) > before
-    assert own.optimizer_.param_groups[0]["weight_decay"] == 0.01
+    assert min(steps(trained)) > before
+    assert trained.optimizer_.param_groups[0]["weight_decay"] == 0.01
 
 
 def test_a_new_learning_rate_restarts_its_schedule(replicas, caplog):
     schedule = {"scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5)}
-    own = fitted(replicas, optimizer=sgd(), **schedule)
+    trained = fitted(replicas, optimizer=sgd(), **schedule)
 
-    own.optimizer = sgd(lr=0.01)
+    trained.optimizer = sgd(lr=0.01)
     with caplog.at_level(logging.WARNING, logger="daskdl"):
-        history = fit(own, epochs=2)
+        history = fit(trained, epochs=2)
 
     assert history.column("learning_rate") == [0.01, 0.005]
     assert "its schedule starts over" in caplog.text
 
 
 def test_another_class_starts_over(replicas, caplog):
-    own = fitted(replicas, optimizer=sgd(momentum=0.9))
+    trained = fitted(replicas, optimizer=sgd(momentum=0.9))
 
-    own.optimizer = adam()
+    trained.optimizer = adam()
     with caplog.at_level(logging.WARNING, logger="daskdl"):
-        history = fit(own)
+        history = fit(trained)
 
     assert history.column("learning_rate") == [2e-3]
     assert "optimizer is now of class Adam" in caplog.text
-    assert type(own.optimizer_) is torch.optim.Adam
+    assert type(trained.optimizer_) is torch.optim.Adam
 
 
 @pytest.mark.parametrize("flag", ["foreach", "fused", "maximize"])
 def test_another_implementation_keeps_the_state(replicas, flag, caplog):
-    own = fitted(replicas, optimizer=adam())
+    trained = fitted(replicas, optimizer=adam())
 
     for now in ({flag: True}, {}):  # on, and off again
-        before = max(steps(own))
-        own.optimizer = adam(**now)
+        before = max(steps(trained))
+        trained.optimizer = adam(**now)
         with caplog.at_level(logging.INFO, logger="daskdl"):
-            fit(own)
+            fit(trained)
 
-        assert min(steps(own)) > before
-        assert bool(own.optimizer_.param_groups[0][flag]) == bool(now)
+        assert min(steps(trained)) > before
+        assert bool(trained.optimizer_.param_groups[0][flag]) == bool(now)
     assert caplog.text.count("continues with its state") == 2
 
 
@@ -108,16 +108,16 @@ def first_frozen():
 
 @pytest.mark.parametrize("change", [thawed, grown])
 def test_other_parameters_start_over_and_drop_the_residual(replicas, change, caplog):
-    own = fitted(replicas, model=first_frozen, optimizer=adam())
-    own.model_ = change(own.model_)
-    before = {name: p.clone() for name, p in own.model_.named_parameters()}
+    refitted = fitted(replicas, model=first_frozen, optimizer=adam())
+    refitted.model_ = change(refitted.model_)
+    before = {name: p.clone() for name, p in refitted.model_.named_parameters()}
 
     with caplog.at_level(logging.WARNING, logger="daskdl"):
-        fit(own, validation=(X, Y))
+        fit(refitted, validation=(X, Y))
 
     assert "optimizer has other parameters or groups than before" in caplog.text
     dropped = "unsent residuals are dropped"
     assert (dropped in caplog.text) == (replicas == 2)
-    trained = dict(own.model_.named_parameters())
+    trained = dict(refitted.model_.named_parameters())
     assert all(p.equal(before[n]) != p.requires_grad for n, p in trained.items())
-    check_shows_what_was_validated(own, (X, Y))
+    check_shows_what_was_validated(refitted, (X, Y))

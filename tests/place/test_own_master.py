@@ -29,9 +29,9 @@ def model():
 
 
 def test_several_replicas_train():
-    own = gossiping(3, model=model)
+    fitted = gossiping(3, model=model)
 
-    history = own.fit(X, Y, epochs=4, batch_size=8, validation=(X, Y))
+    history = fitted.fit(X, Y, epochs=4, batch_size=8, validation=(X, Y))
 
     assert [row["replicas"] for row in history] == [3] * 4
     assert [row["examples"] for row in history] == [480] * 4
@@ -40,8 +40,8 @@ def test_several_replicas_train():
 
 def test_one_replica_is_a_plain_loop():
     losses = [
-        own.fit(X, Y, epochs=2, batch_size=8).column("loss")
-        for own in (trainer(False), gossiping(1))
+        fitting.fit(X, Y, epochs=2, batch_size=8).column("loss")
+        for fitting in (trainer(False), gossiping(1))
     ]
 
     assert losses[0] == losses[1]

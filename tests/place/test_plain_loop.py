@@ -30,23 +30,23 @@ MASTERS = {
 }
 
 
-def check_plain(own, loop, fits=1, threads=1):
+def check_plain(fitted, loop, fits=1, threads=1):
     """Compare with a plain loop, in batches of 28; the last one has 4 rows."""
     for _ in range(fits):
-        own.fit(X, Y, epochs=4 // fits, batch_size=28, shuffle=False)
+        fitted.fit(X, Y, epochs=4 // fits, batch_size=28, shuffle=False)
 
     loop = {"model": mlp, "optimizer": sgd, "seed": 0, "threads": threads, **loop}
     expected = plain_loop(epochs=4, batch_size=28, x=X, y=Y, **loop)
-    for name, value in parameters_of(own.model_).items():
+    for name, value in parameters_of(fitted.model_).items():
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 @pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
 def test_with_every_master_and_as_many_threads(master, optimizer, threads):
-    own = trainer(False, master=master, optimizer=optimizer)
+    fitted = trainer(False, master=master, optimizer=optimizer)
 
-    check_plain(own, {"optimizer": optimizer}, threads=threads)
+    check_plain(fitted, {"optimizer": optimizer}, threads=threads)
 
 
 # A group of three batches is left with two, the second of which is not full.
@@ -107,8 +107,8 @@ class Looking(nn.Linear):
 def test_parameters_keep_their_own_memory(master, monkeypatch):
     """Products with unaligned views may differ."""
     monkeypatch.setattr(Looking, "seen", frozenset())
-    own = trainer(False, master=master, model=functools.partial(Looking, 20, 4))
+    fitted = trainer(False, master=master, model=functools.partial(Looking, 20, 4))
 
-    own.fit(X, Y, batch_size=16)
+    fitted.fit(X, Y, batch_size=16)
 
     assert Looking.seen == {(320, 320), (16, 16)}  # each has its own

@@ -78,12 +78,12 @@ def test_a_plan_changes_neither_model_nor_batch_nor_generators_nor_threads():
 def test_costs_are_those_of_the_batch_and_the_model():
     plan = daskdl.plan(Net, (X.numpy(), Y.numpy()), 4, NETWORK, threads=3)
 
-    own = plan.measured.alone
+    alone = plan.measured.alone
     assert [row.workers for row in plan.rows] == [1, 2, 3, 4]
     assert plan.measured.together is None
-    assert (own.rows, own.threads) == (16, 3)
-    assert own.parameters == sum(p.numel() for p in Net().parameters())
-    times = {n: v for n, v in vars(own).items() if n.endswith("_s") and n != "item_s"}
+    assert (alone.rows, alone.threads) == (16, 3)
+    assert alone.parameters == sum(p.numel() for p in Net().parameters())
+    times = {n: v for n, v in vars(alone).items() if n.endswith("_s") and n != "item_s"}
     assert {n: v for n, v in times.items() if not 0 < v < 1} == {}
     assert costs().threads == torch.get_num_threads()
 
@@ -128,9 +128,9 @@ def test_a_threshold_settles_inside_its_band(loss, monkeypatch):
     rule = daskdl.AdaptiveThreshold(initial=1e-9, min_density=0.2, max_density=0.5)
     master = daskdl.GradientSharing(rule)
 
-    own = costs(nn.Linear(6, 3), master=master, loss=loss)
+    measured = costs(nn.Linear(6, 3), master=master, loss=loss)
 
-    assert 0.1 < own.density < 0.6
+    assert 0.1 < measured.density < 0.6
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_a_threshold_settles_inside_its_band(loss, monkeypatch):
 def test_all_options_of_gradient_sharing_are_measured(options):
     fine = {"threshold": daskdl.FixedThreshold(1e-6)}
 
-    own = costs(master=daskdl.GradientSharing(**fine | options))
+    measured = costs(master=daskdl.GradientSharing(**fine | options))
 
-    assert 0.5 < own.density <= 1
-    assert own.update_bytes >= 64 * len(options.get("threshold", "1"))  # headers
-    assert own.apply_s > 0
+    assert 0.5 < measured.density <= 1
+    assert measured.update_bytes >= 64 * len(options.get("threshold", "1"))  # headers
+    assert measured.apply_s > 0
 
 
 def test_a_loss_that_diverges_is_an_error():

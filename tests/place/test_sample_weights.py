@@ -57,27 +57,29 @@ def test_a_weight_counts_as_repeated_rows(loss, y):
     ids=lambda kind: kind.__name__,
 )
 def test_validation_is_weighted_too(kind):
-    own = trainer(False, master=kept(replicas_per_worker=2))
+    fitted = trainer(False, master=kept(replicas_per_worker=2))
     weight = kind(WEIGHT)
 
-    history = own.fit(X, Y, sample_weight=weight, validation=(X, Y, WEIGHT))
+    history = fitted.fit(X, Y, sample_weight=weight, validation=(X, Y, WEIGHT))
 
-    expected = own.evaluate(*TWICE)
+    expected = fitted.evaluate(*TWICE)
     assert history[0]["val_loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert history[0]["val_accuracy"] == pytest.approx(expected["accuracy"])
-    assert own.evaluate(X, Y, sample_weight=weight) == pytest.approx(expected, rel=1e-5)
+    assert fitted.evaluate(X, Y, sample_weight=weight) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_a_fraction_takes_its_weights_along():
     weight = np.where(np.arange(len(X)) % 2, 1.0, 0.0).tolist()
-    own = trainer(False)
+    fitted = trainer(False)
 
-    history = own.fit(X, Y, sample_weight=weight, validation=0.5)
+    history = fitted.fit(X, Y, sample_weight=weight, validation=0.5)
 
     (_, _), (x, y) = daskdl.data.inputs.split_rows(X, Y, 0.5, 0)
     (_, _), (at, _) = daskdl.data.inputs.split_rows(np.arange(len(X)), None, 0.5, 0)
     odd = at % 2 == 1
-    expected = own.evaluate(x[odd], y[odd])["loss"]
+    expected = fitted.evaluate(x[odd], y[odd])["loss"]
     assert history[0]["val_loss"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -86,13 +88,13 @@ def test_transforms_get_the_labels_alone():
         x, y = batch
         return x * 2, y.clone()
 
-    own = trainer(False, transform=doubled, optimizer=sgd)
+    fitted = trainer(False, transform=doubled, optimizer=sgd)
     plain = trainer(False, optimizer=sgd)
 
-    own.fit(X, Y, sample_weight=WEIGHT, batch_size=30, validation=(X, Y))
+    fitted.fit(X, Y, sample_weight=WEIGHT, batch_size=30, validation=(X, Y))
     plain.fit(X * 2, Y, sample_weight=WEIGHT, batch_size=30)
 
-    torch.testing.assert_close(vector(own.model_), vector(plain.model_))
+    torch.testing.assert_close(vector(fitted.model_), vector(plain.model_))
 
 
 def test_weights_without_a_loss_are_those_of_the_accuracy():
@@ -146,14 +148,14 @@ def test_weights_that_cannot_be_used_are_refused(data, weight, options, error, m
 
 
 def test_metrics_and_exports_have_no_weights():
-    own = trainer(False)
-    own.fit(X, Y)
+    fitted = trainer(False)
+    fitted.fit(X, Y)
 
     with pytest.raises(
         OptionError, match=r"sample_weight weights only loss and accuracy, and m"
     ):
-        own.evaluate(X, Y, metrics="classification", sample_weight=ONE)
+        fitted.evaluate(X, Y, metrics="classification", sample_weight=ONE)
     with pytest.raises(
         OptionError, match=r"sample_weight is for approach='direct', got "
     ):
-        own.fit(X, Y, sample_weight=ONE, approach="export")
+        fitted.fit(X, Y, sample_weight=ONE, approach="export")

@@ -36,10 +36,10 @@ class Teacher(nn.Module):
         x = x + 0.01 * self.backbone(x)
         if not self.training:
             return self.mean(x)
-        for mean, own in zip(
+        for mean, student in zip(
             self.mean.parameters(), self.student.parameters(), strict=True
         ):
-            mean.data = 0.9 * mean.data + 0.1 * own.data  # no version is counted
+            mean.data = 0.9 * mean.data + 0.1 * student.data  # no version is counted
         self.steps += 1
         return self.student(x)
 
@@ -49,9 +49,9 @@ def of(kind, replicas, **options):
     return trainer(False, master=master, **{"model": Teacher, **options})
 
 
-def check_followed(own):
+def check_followed(fitted):
     """Check that the mean follows the student."""
-    module = own.model_
+    module = fitted.model_
     apart = (module.mean.weight - module.student.weight).abs().mean()
     assert apart < 0.1 * module.student.weight.abs().mean()
 
@@ -59,26 +59,26 @@ def check_followed(own):
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("kind", MASTERS)
 def test_a_frozen_mean_is_returned_as_validated(kind, replicas):
-    own = of(kind, replicas)
+    fitted = of(kind, replicas)
 
-    own.fit(X, Y, epochs=6, batch_size=8, validation=HELD)
+    fitted.fit(X, Y, epochs=6, batch_size=8, validation=HELD)
 
-    check_shows_what_was_validated(own, HELD)
-    check_followed(own)
-    assert own.history_[-1]["val_accuracy"] > 0.8
+    check_shows_what_was_validated(fitted, HELD)
+    check_followed(fitted)
+    assert fitted.history_[-1]["val_accuracy"] > 0.8
     most = 6 * 480 // 8
-    assert most / replicas - 1 <= own.model_.steps <= most
+    assert most / replicas - 1 <= fitted.model_.steps <= most
 
 
 @pytest.mark.parametrize("kind", ["sharing", "averaging"])
 def test_a_frozen_mean_is_resumed_from_a_checkpoint(kind, tmp_path):
     of(kind, 2, callbacks=[Checkpoint(tmp_path)]).fit(X, Y, epochs=2, batch_size=8)
-    own = of(kind, 2)
+    fitted = of(kind, 2)
 
-    own.fit(X, Y, epochs=3, batch_size=8, validation=HELD, resume=tmp_path)
+    fitted.fit(X, Y, epochs=3, batch_size=8, validation=HELD, resume=tmp_path)
 
-    check_shows_what_was_validated(own, HELD)
-    check_followed(own)
+    check_shows_what_was_validated(fitted, HELD)
+    check_followed(fitted)
 
 
 class Remembering(nn.Module):
@@ -101,21 +101,21 @@ class Remembering(nn.Module):
 @pytest.mark.parametrize("kind", MASTERS)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_buffers_that_are_not_in_the_state_dict_are_kept(kind, replicas):
-    own = of(kind, replicas, model=Remembering)
+    fitted = of(kind, replicas, model=Remembering)
 
-    own.fit(X, Y, epochs=2, batch_size=8)
+    fitted.fit(X, Y, epochs=2, batch_size=8)
 
-    assert own.model_.seen.abs().min() > 0
+    assert fitted.model_.seen.abs().min() > 0
 
 
 @pytest.mark.parametrize("kind", MASTERS)
 def test_a_buffer_that_changes_its_shape_is_refused_by_name(kind):
-    own = of(kind, 2, model=lambda: Remembering(grows=True))
+    failing = of(kind, 2, model=lambda: Remembering(grows=True))
 
     with pytest.raises(
         ModelError, match=r"last of the model was .* \(1,\) before .* is .* \(3,\) now"
     ):
-        own.fit(X, Y, epochs=2, batch_size=8)
+        failing.fit(X, Y, epochs=2, batch_size=8)
 
 
 class Lazy(nn.Module):
@@ -140,12 +140,12 @@ class Lazy(nn.Module):
 @pytest.mark.parametrize("how", ["a place", "hidden place", "nothing", "hidden"])
 @pytest.mark.parametrize("kind", ["sharing", "averaging"])
 def test_buffers_registered_in_the_forward_pass_are_returned(kind, how):
-    own = of(kind, 1, model=lambda: Lazy(how))
+    fitted = of(kind, 1, model=lambda: Lazy(how))
 
     for _ in range(2):
-        own.fit(X, Y, epochs=1, batch_size=8, validation=HELD)
+        fitted.fit(X, Y, epochs=1, batch_size=8, validation=HELD)
 
-        check_shows_what_was_validated(own, HELD)
-        assert own.model_.mask.tolist() == [1.0] * 20
-        assert ("mask" in own.model_.state_dict()) == (how in ("a place", "nothing"))
-        assert own.model_.once is None
+        check_shows_what_was_validated(fitted, HELD)
+        assert fitted.model_.mask.tolist() == [1.0] * 20
+        assert ("mask" in fitted.model_.state_dict()) == (how in ("a place", "nothing"))
+        assert fitted.model_.once is None

@@ -163,22 +163,22 @@ BY_NAME = {"item": B / 30, "user": A / 10}
 )
 def test_all_that_a_trainer_does_passes_them_alike(X):
     def results(model, X):
-        own = trainer(False, model=model)
-        own.fit(X, LABELS, epochs=2, batch_size=4, validation=(X, LABELS))
-        with own.predictor() as predictor:
+        fitted = trainer(False, model=model)
+        fitted.fit(X, LABELS, epochs=2, batch_size=4, validation=(X, LABELS))
+        with fitted.predictor() as predictor:
             served = predictor(X)
         return [
-            own.history_.column("val_loss"),
-            own.evaluate(X, LABELS, metrics="classification")["accuracy"],
-            own.score_examples(X, LABELS),
-            own.predict(X),
+            fitted.history_.column("val_loss"),
+            fitted.evaluate(X, LABELS, metrics="classification")["accuracy"],
+            fitted.score_examples(X, LABELS),
+            fitted.predict(X),
             served,
         ]
 
     expected = results(OneDict, BY_NAME)
 
-    for found, same in zip(results(Towers, X), expected, strict=True):
-        np.testing.assert_allclose(found, same, rtol=1e-6)
+    for actual, by_name in zip(results(Towers, X), expected, strict=True):
+        np.testing.assert_allclose(actual, by_name, rtol=1e-6)
 
 
 def test_lazy_collections_are_passed_by_keyword():

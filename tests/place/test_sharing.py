@@ -101,16 +101,16 @@ def shared_out(replicas=3, **options):
     return kept(replicas_per_worker=replicas, **options)
 
 
-IN_STEP = [one for one in OPTIONS if one.get("max_staleness") == 0]
+IN_STEP = [options for options in OPTIONS if options.get("max_staleness") == 0]
 
 
 @pytest.mark.parametrize("options", IN_STEP, ids=str)
 def test_lockstep_runs_repeat_bit_for_bit(options):
     runs = []
     for _ in range(2):
-        own = trainer(False, master=shared_out(**options), seed=7)
-        history = own.fit(X, Y, epochs=2, batch_size=16)
-        runs.append((parameters_of(own.model_), history.column("loss")))
+        fitted = trainer(False, master=shared_out(**options), seed=7)
+        history = fitted.fit(X, Y, epochs=2, batch_size=16)
+        runs.append((parameters_of(fitted.model_), history.column("loss")))
 
     for name, value in runs[0][0].items():
         np.testing.assert_array_equal(value, runs[1][0][name])
@@ -134,20 +134,20 @@ def test_in_lockstep_it_does_not_matter_who_is_slower(every, one_thread):
     runs = []
     for slow in (0, 1):
         master = shared_out(2, max_staleness=0, exchange_every=every)
-        own = trainer(False, master=master, seed=7, callbacks=[Slowed(slow)])
-        history = own.fit(x, y, epochs=2, batch_size=2)
-        runs.append((parameters_of(own.model_), history.column("loss")))
+        fitted = trainer(False, master=master, seed=7, callbacks=[Slowed(slow)])
+        history = fitted.fit(x, y, epochs=2, batch_size=2)
+        runs.append((parameters_of(fitted.model_), history.column("loss")))
 
     np.testing.assert_equal(runs[0], runs[1])
 
 
 def test_the_first_steps_of_a_trainer_are_sent_in_eight_bits(tmp_path):
     master = shared_out(2, max_staleness=0, warmup_steps=20)
-    own = trainer(False, master=Recorded(str(tmp_path), master))
+    fitted = trainer(False, master=Recorded(str(tmp_path), master))
 
     kinds = []
     for _ in range(2):
-        own.fit(X, Y, batch_size=16)  # 15 steps of each replica
+        fitted.fit(X, Y, batch_size=16)  # 15 steps of each replica
         kinds.append([records(tmp_path, 0)[r]["kinds"].tolist() for r in (0, 1)])
 
     assert kinds[0] == [[Kind.DENSE8] * 15] * 2
@@ -161,9 +161,11 @@ def test_each_layer_keeps_a_threshold_from_fit_to_fit():
     falling = AdaptiveThreshold(initial=1e-3, min_density=1, max_density=1, decay=0.9)
     mapping = {"0.*": falling, "*": FixedThreshold(1e-2)}
     master = shared_out(2, threshold=mapping, max_staleness=0)
-    own = trainer(False, master=master, telemetry_every=1)
+    fitted = trainer(False, master=master, telemetry_every=1)
 
-    means = [own.fit(X, Y, batch_size=16).steps.column("threshold") for _ in range(2)]
+    means = [
+        fitted.fit(X, Y, batch_size=16).steps.column("threshold") for _ in range(2)
+    ]
 
     falls = sorted({2 * mean - 1e-2 for mean in (*means[0], *means[1])})
     assert falls == pytest.approx([1e-3 * 0.9**n for n in range(29, -1, -1)])
@@ -174,8 +176,8 @@ def test_each_layer_keeps_a_threshold_from_fit_to_fit():
 def test_update_scale_multiplies_updates(apply, scale, factor):
     # One step of each replica, from the same start, on half of the rows each.
     options = {"apply": apply, "update_scale": scale, "max_staleness": 0}
-    own = trainer(False, optimizer=plain, master=shared_out(2, **options))
-    own.fit(X, Y, batch_size=240)
+    fitted = trainer(False, optimizer=plain, master=shared_out(2, **options))
+    fitted.fit(X, Y, batch_size=240)
 
     start = start_of(mlp)
     outputs = start(torch.from_numpy(X))
@@ -183,15 +185,15 @@ def test_update_scale_multiplies_updates(apply, scale, factor):
     gradient = torch.cat([p.grad.double().reshape(-1) for p in start.parameters()])
     # The two halves' means add up to twice the mean of all.
     expected = vector(start) - 0.02 * factor * 2 * gradient
-    torch.testing.assert_close(delivered(own), expected, rtol=0, atol=4 * 2.0**-24)
+    torch.testing.assert_close(delivered(fitted), expected, rtol=0, atol=4 * 2.0**-24)
 
 
 def test_a_number_also_scales_a_single_replica():
     moved = []
     for scale in ("mean", 0.5):
-        own = trainer(False, optimizer=plain, master=kept(update_scale=scale))
-        own.fit(X, Y, batch_size=480)
-        moved.append(vector(own.model_) - vector(start_of(mlp)))
+        fitted = trainer(False, optimizer=plain, master=kept(update_scale=scale))
+        fitted.fit(X, Y, batch_size=480)
+        moved.append(vector(fitted.model_) - vector(start_of(mlp)))
 
     torch.testing.assert_close(moved[1], moved[0] / 2, rtol=0, atol=1e-7)
 
@@ -226,20 +228,22 @@ def test_clipping_is_counted_and_keeping_is_not():
 
 def test_a_full_outbox_leaves_the_update_in_the_residual(tmp_path, monkeypatch):
     monkeypatch.setattr("daskdl.training.fit.OUTBOX_BYTES", 1)
-    own = trainer(False, master=Recorded(str(tmp_path), shared_out(max_staleness=None)))
+    fitted = trainer(
+        False, master=Recorded(str(tmp_path), shared_out(max_staleness=None))
+    )
 
-    own.fit(X, Y, epochs=3, batch_size=4)
+    fitted.fit(X, Y, epochs=3, batch_size=4)
 
     ends = records(tmp_path, epoch=2)
     expected = ends[0]["start"] + sum(end["progress"] for end in ends.values())
-    np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=ATOL)
+    np.testing.assert_allclose(delivered(fitted), expected, rtol=0, atol=ATOL)
 
 
 def test_the_grid_grows_with_the_parameters_at_sync_points():
     """Counts have 32 bits."""
     x = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)
     weights = np.array([[300.0], [-1000.0], [2000.0], [500.0]], np.float32)
-    own = trainer(
+    fitted = trainer(
         False,
         model=lambda: nn.Linear(4, 1, bias=False),  # weights below 1/2
         loss=nn.MSELoss(),
@@ -247,6 +251,6 @@ def test_the_grid_grows_with_the_parameters_at_sync_points():
         master=shared_out(2, warmup_steps=1000),  # sends what it has
     )
 
-    own.fit(x, x @ weights, epochs=6, batch_size=8)
+    fitted.fit(x, x @ weights, epochs=6, batch_size=8)
 
-    np.testing.assert_allclose(own.model_.weight.detach().T, weights, rtol=1e-2)
+    np.testing.assert_allclose(fitted.model_.weight.detach().T, weights, rtol=1e-2)

@@ -46,7 +46,7 @@ ARRIVING = {
 
 @pytest.mark.parametrize("arriving", ARRIVING.values(), ids=ARRIVING)
 def test_a_fit_equals_a_plain_loop_that_leaves_modes_alone(one_thread, arriving):
-    model, own = started(), trainer(False, model=arriving())
+    model, fitted = started(), trainer(False, model=arriving())
     optimizer = sgd([p for p in model.parameters() if p.requires_grad])
     torch.manual_seed(0)
     for start in range(0, len(X), 28):
@@ -55,42 +55,42 @@ def test_a_fit_equals_a_plain_loop_that_leaves_modes_alone(one_thread, arriving)
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-    own.fit(X, Y, batch_size=28, shuffle=False)
+    fitted.fit(X, Y, batch_size=28, shuffle=False)
 
     for name, value in parameters_of(model).items():
-        assert (parameters_of(own.model_)[name] == value).all(), name
-    assert not any(part.training for part in own.model_.modules())
+        assert (parameters_of(fitted.model_)[name] == value).all(), name
+    assert not any(part.training for part in fitted.model_.modules())
 
 
 def test_a_model_that_is_all_in_evaluation_mode_is_trained():
-    own = trainer(False, model=started().eval())
+    fitted = trainer(False, model=started().eval())
 
-    own.fit(X, Y)
+    fitted.fit(X, Y)
 
-    norms = own.model_[0][1], own.model_[1]
+    norms = fitted.model_[0][1], fitted.model_[1]
     assert [norm.num_batches_tracked for norm in norms] == [8, 8]
 
 
-def check_frozen(own):
+def check_frozen(fitted):
     before = parameters_of(started()[0])
-    for name, value in parameters_of(own.model_[0]).items():
+    for name, value in parameters_of(fitted.model_[0]).items():
         assert (value == before[name]).all(), name
-    assert own.model_[1].num_batches_tracked > 0
+    assert fitted.model_[1].num_batches_tracked > 0
 
 
-def between_fits(own, tmp_path):
-    own.evaluate(X, Y)
-    own.predict(X)
-    return own
+def between_fits(fitted, tmp_path):
+    fitted.evaluate(X, Y)
+    fitted.predict(X)
+    return fitted
 
 
-def through_a_save(own, tmp_path):
-    own.save(tmp_path / "save", optimizer=False)
+def through_a_save(fitted, tmp_path):
+    fitted.save(tmp_path / "save", optimizer=False)
     return Trainer.load(tmp_path / "save", client=False, model=half_frozen)
 
 
-def through_two_saves(own, tmp_path):
-    return through_a_save(through_a_save(own, tmp_path), tmp_path)
+def through_two_saves(fitted, tmp_path):
+    return through_a_save(through_a_save(fitted, tmp_path), tmp_path)
 
 
 WAYS = {f.__name__: f for f in (between_fits, through_a_save, through_two_saves)}
@@ -100,35 +100,35 @@ WAYS = {f.__name__: f for f in (between_fits, through_a_save, through_two_saves)
 @pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
 def test_a_second_fit_leaves_the_same_submodules_alone(master, way, tmp_path):
     master = dataclasses.replace(master, replicas_per_worker=3)
-    own = trainer(False, model=started(), master=master)
-    own.fit(X, Y, validation=(X, Y), batch_size=10)
-    check_frozen(own)
+    fitted = trainer(False, model=started(), master=master)
+    fitted.fit(X, Y, validation=(X, Y), batch_size=10)
+    check_frozen(fitted)
 
-    again = way(own, tmp_path)
+    again = way(fitted, tmp_path)
     again.fit(X, Y, validation=(X, Y), batch_size=10)
 
     check_frozen(again)
 
 
 def test_a_resumed_fit_leaves_the_same_submodules_alone(tmp_path):
-    one = trainer(False, model=started(), callbacks=[Checkpoint(tmp_path)])
-    one.fit(X, Y)
-    own = trainer(False, model=started(), callbacks=[Checkpoint(tmp_path)])
+    interrupted = trainer(False, model=started(), callbacks=[Checkpoint(tmp_path)])
+    interrupted.fit(X, Y)
+    fitted = trainer(False, model=started(), callbacks=[Checkpoint(tmp_path)])
 
-    own.fit(X, Y, epochs=2, resume=True)
+    fitted.fit(X, Y, epochs=2, resume=True)
 
-    check_frozen(own)
+    check_frozen(fitted)
 
 
 def test_modes_that_are_set_on_the_fitted_model_are_those_of_the_next_fit():
-    own = trainer(False, model=started())
-    own.fit(X, Y)
+    fitted = trainer(False, model=started())
+    fitted.fit(X, Y)
 
-    own.model_.train()
-    own.fit(X, Y)
+    fitted.model_.train()
+    fitted.fit(X, Y)
 
-    assert own.model_[0][1].num_batches_tracked == 8
-    assert own.model_[1].num_batches_tracked == 16
+    assert fitted.model_[0][1].num_batches_tracked == 8
+    assert fitted.model_[1].num_batches_tracked == 16
 
 
 def test_a_step_gets_the_model_in_the_same_modes():
@@ -136,7 +136,7 @@ def test_a_step_gets_the_model_in_the_same_modes():
         loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
         return loss, {str(i): part.training for i, part in enumerate(model)}
 
-    own = Trainer(model=started(), optimizer=sgd, step=step, client=False)
-    own.fit(X, Y)
+    fitted = Trainer(model=started(), optimizer=sgd, step=step, client=False)
+    fitted.fit(X, Y)
 
-    assert [own.history_[0][str(i)] for i in range(4)] == [0, 1, 1, 1]
+    assert [fitted.history_[0][str(i)] for i in range(4)] == [0, 1, 1, 1]

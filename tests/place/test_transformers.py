@@ -59,9 +59,9 @@ def adamw(parameters):
 
 def fitted(model, X, y=None, **options):
     options = {"loss": None, "optimizer": adamw, **options}
-    own = trainer(False, model=model, **options)
-    own.fit(X, y, epochs=2, batch_size=16)
-    return own
+    fitted = trainer(False, model=model, **options)
+    fitted.fit(X, y, epochs=2, batch_size=16)
+    return fitted
 
 
 TASKS = {"bert": (bert, SENTENCES), "gpt2": (gpt2, TEXT), "llama": (llama, TEXT)}
@@ -70,7 +70,7 @@ TASKS = {"bert": (bert, SENTENCES), "gpt2": (gpt2, TEXT), "llama": (llama, TEXT)
 @pytest.mark.parametrize("task", TASKS)
 def test_a_model_is_trained_on_its_own_loss(task):
     model, X = TASKS[task]
-    own = fitted(
+    trained = fitted(
         model,
         X,
         master=kept(replicas_per_worker=2),
@@ -82,18 +82,18 @@ def test_a_model_is_trained_on_its_own_loss(task):
         clip_grad_norm=1.0,
     )
 
-    first, last = own.history_.column("loss")
+    first, last = trained.history_.column("loss")
     assert last < first
-    assert own.evaluate(X)["loss"] < first
-    named = {name for name, _ in own.model_.named_parameters()}
-    assert named == set(own.history_.layers.names)
+    assert trained.evaluate(X)["loss"] < first
+    named = {name for name, _ in trained.model_.named_parameters()}
+    assert named == set(trained.history_.layers.names)
 
 
 def test_one_replica_does_what_a_plain_loop_does(one_thread):
     torch.manual_seed(0)
     plain = gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    own = trainer(False, model=plain, loss=None, optimizer=adamw)
-    own.fit(TEXT, epochs=2, batch_size=16, shuffle=False)
+    fitted = trainer(False, model=plain, loss=None, optimizer=adamw)
+    fitted.fit(TEXT, epochs=2, batch_size=16, shuffle=False)
 
     optimizer = adamw(plain.train().parameters())
     for start in [0, 16, 32, 48] * 2:
@@ -103,28 +103,28 @@ def test_one_replica_does_what_a_plain_loop_does(one_thread):
         optimizer.step()
 
     expected = plain.state_dict()
-    assert own.model_.state_dict().keys() == expected.keys()
-    for name, value in own.model_.state_dict().items():
+    assert fitted.model_.state_dict().keys() == expected.keys()
+    for name, value in fitted.model_.state_dict().items():
         assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("model", [gpt2, llama])
 def test_tied_embeddings_stay_tied_and_save_pretrained_writes_them(model, tmp_path):
-    own = fitted(model, TEXT, master=kept(replicas_per_worker=2))
-    trained = own.model_
+    tuned = fitted(model, TEXT, master=kept(replicas_per_worker=2))
+    trained = tuned.model_
 
     tied = trained.get_input_embeddings().weight
     assert trained.get_output_embeddings().weight is tied
     trained.save_pretrained(tmp_path / "hub")
     again = type(trained).from_pretrained(tmp_path / "hub")
     assert again.get_output_embeddings().weight is again.get_input_embeddings().weight
-    logits = own.predict(INPUTS, output="logits")
+    logits = tuned.predict(INPUTS, output="logits")
     np.testing.assert_array_equal(
         daskdl.predict(again, INPUTS, output="logits", client=False), logits
     )
-    own.save(tmp_path / "run")
+    tuned.save(tmp_path / "run")
     loaded = daskdl.Trainer.load(tmp_path / "run", model=model, client=False)
-    assert loaded.evaluate(TEXT) == own.evaluate(TEXT)
+    assert loaded.evaluate(TEXT) == tuned.evaluate(TEXT)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -132,11 +132,11 @@ def test_activations_are_checkpointed_and_the_result_is_the_same(task):
     model, X = TASKS[task]
 
     def saving():
-        made = model()
+        checkpointing = model()
         # Renamed in a later release of transformers 5.
-        enable = getattr(made, "activation_checkpointing_enable", None)
-        (enable or made.gradient_checkpointing_enable)()
-        return made
+        enable = getattr(checkpointing, "activation_checkpointing_enable", None)
+        (enable or checkpointing.gradient_checkpointing_enable)()
+        return checkpointing
 
     plain = fitted(model, X)
     saved = fitted(saving, X)
@@ -152,18 +152,18 @@ def test_activations_are_checkpointed_and_the_result_is_the_same(task):
 
 def test_encodings_are_data_and_outputs_are_chosen_by_name():
     encoding = transformers.BatchEncoding(INPUTS)
-    own = fitted(bert, encoding, LABELS, loss=nn.CrossEntropyLoss())
+    trained = fitted(bert, encoding, LABELS, loss=nn.CrossEntropyLoss())
 
-    assert own.history_.column("loss")[1] < own.history_.column("loss")[0]
-    scores = own.evaluate(encoding, LABELS, metrics="classification")
-    logits = own.predict(encoding, output="logits")
+    assert trained.history_.column("loss")[1] < trained.history_.column("loss")[0]
+    scores = trained.evaluate(encoding, LABELS, metrics="classification")
+    logits = trained.predict(encoding, output="logits")
     assert scores["accuracy"] == np.mean(logits.argmax(axis=1) == LABELS)
-    assert own.predict(encoding).keys() == {"logits"}
-    with own.predictor(output="logits") as predictor:
+    assert trained.predict(encoding).keys() == {"logits"}
+    with trained.predictor(output="logits") as predictor:
         np.testing.assert_allclose(
             predictor({n: x[:8] for n, x in INPUTS.items()}), logits[:8], rtol=1e-4
         )
-    losses = own.score_examples(encoding, LABELS)
+    losses = trained.score_examples(encoding, LABELS)
     np.testing.assert_allclose(losses.mean(), scores["loss"], rtol=1e-5)
 
 
@@ -197,9 +197,9 @@ def test_a_collator_pads_items_of_several_lengths():
             {"input_ids": ids, "attention_mask": ids > 0, "labels": labels}
         )
 
-    own = trainer(False, model=bert, loss=None, optimizer=adamw)
+    fitted = trainer(False, model=bert, loss=None, optimizer=adamw)
     sentences = daskdl.data.dataset(Sentences(), collate_fn=padded)
-    history = own.fit(sentences, epochs=3, batch_size=16)
+    history = fitted.fit(sentences, epochs=3, batch_size=16)
 
     assert history.column("loss")[2] < history.column("loss")[0]
-    assert own.evaluate(sentences)["accuracy"] > 0.5
+    assert fitted.evaluate(sentences)["accuracy"] > 0.5

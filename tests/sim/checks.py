@@ -43,8 +43,8 @@ class Inspector:
             for replica in members.present:
                 silent_s = world.now - members.replicas[replica].heartbeat_at
                 if silent_s > bound:
-                    said = f"replica {replica} is silent for {silent_s:.2f} s"
-                    world.errors.append(f"{said}, and still a member")
+                    text = f"replica {replica} is silent for {silent_s:.2f} s"
+                    world.errors.append(f"{text}, and still a member")
 
     def _look_at_waits(self):
         """A replica that is told to stop waits for nothing any more."""
@@ -62,10 +62,10 @@ class Inspector:
                     continue
                 since = self._told[replica] = former.get(replica, world.now)
                 if world.now - since >= SOON_S:
-                    said = (
+                    text = (
                         f"replica {replica} waits for {cause} {world.now - since:.2f}"
                     )
-                    world.errors.append(f"{said} s after it was told to stop")
+                    world.errors.append(f"{text} s after it was told to stop")
 
     def _look_at_queues(self):
         cluster, setup = self._cluster, self._cluster.client.setup
@@ -85,9 +85,9 @@ class Inspector:
                 for (_, replica), end in worker.plugin.endpoints.items():
                     routing = end.routing
                     name = f"of replica {replica}"
-                    own = setup.outbox_bytes + 2 * most
+                    bound = setup.outbox_bytes + 2 * most
                     box = routing.to_scheduler.outbox
-                    self._bound(f"outbox {name}", box, own)
+                    self._bound(f"outbox {name}", box, bound)
                     kept = max(routing.own_kept.limit_bytes, setup.outbox_bytes)
                     self._bound(
                         f"own updates {name}", routing.own_kept, kept + 2 * most

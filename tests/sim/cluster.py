@@ -61,15 +61,17 @@ def simulated(count):
 
     def decorate(test):
         @functools.wraps(test)
-        def one(**parameters):
+        def wrapper(**parameters):
             run_simulated(functools.partial(test, **parameters), count)
 
         # What pytest looks at: all but the cluster.
-        own = [*inspect.signature(test).parameters.values()]
-        kinds = [parameter.kind for parameter in own]
+        parameters_of_test = [*inspect.signature(test).parameters.values()]
+        kinds = [parameter.kind for parameter in parameters_of_test]
         starred = inspect.Parameter.VAR_POSITIONAL
-        others = own[kinds.index(starred) + 1 if starred in kinds else 2 + count :]
-        one.__signature__ = inspect.Signature(others)
-        return one
+        others = parameters_of_test[
+            kinds.index(starred) + 1 if starred in kinds else 2 + count :
+        ]
+        wrapper.__signature__ = inspect.Signature(others)
+        return wrapper
 
     return decorate

@@ -81,8 +81,8 @@ class Parts(Source):
     def __init__(self, lengths, seed):
         chance = np.random.default_rng(seed)
         self.parts, self.lengths = len(lengths), list(lengths)
-        own = [chance.integers(-4, 5, (rows, SIZE)) for rows in lengths]
-        self._rows = [(x.astype(np.float32) * UNIT, np.zeros(len(x))) for x in own]
+        arrays = [chance.integers(-4, 5, (rows, SIZE)) for rows in lengths]
+        self._rows = [(x.astype(np.float32) * UNIT, np.zeros(len(x))) for x in arrays]
         self.first_rows = self._rows[0]
 
     @override
@@ -215,7 +215,7 @@ class Client(Server):
         self._replicas = {}  # results by replica; None: not there yet
         self._results = {}
         cluster.scheduler.clients.add(self.name)
-        own = replica_spec(
+        spec = replica_spec(
             Weights(),
             objective=mean_output,
             optimizer=self._build,
@@ -235,7 +235,7 @@ class Client(Server):
             resume=resume,
         )
         self.spec: ReplicaSpec = dataclasses.replace(
-            own, outbox_bytes=setup.outbox_bytes, inbox_bytes=setup.inbox_bytes
+            spec, outbox_bytes=setup.outbox_bytes, inbox_bytes=setup.inbox_bytes
         )
 
     def _build(self, parameters):
@@ -325,8 +325,8 @@ class Client(Server):
 
     async def _assign(self, worker):
         setup = self.setup
-        own = {"worker": worker, "replicas": setup.replicas}
-        answer = await self._ask(protocol.ASSIGN, **own)
+        fields = {"worker": worker, "replicas": setup.replicas}
+        answer = await self._ask(protocol.ASSIGN, **fields)
         for replica in answer.get("replicas", ()):
             await self._submit(replica, worker)
 
@@ -393,9 +393,9 @@ class Client(Server):
     def _run(self, replica, worker):
         """The task of a replica."""
         spec, oracle = self.spec, self._cluster.oracle
-        own = dataclasses.replace(spec, model=Weights())
+        of_replica = dataclasses.replace(spec, model=Weights())
         channel = WatchedChannel(
-            worker.plugin, own.channel_spec(replica, self.setup.routing), oracle
+            worker.plugin, of_replica.channel_spec(replica, self.setup.routing), oracle
         )
         channel.on_publish = functools.partial(
             self._cluster.on_moment, "publish", worker.address
@@ -413,7 +413,9 @@ class Client(Server):
         store = LocalStore(sources, channel, spec.timeouts, 1)
         finished = False
         try:
-            result = Replica(replica, own, channel, torch.device("cpu"), store).run()
+            result = Replica(
+                replica, of_replica, channel, torch.device("cpu"), store
+            ).run()
             finished = result.finished
             if channel.gave_up:
                 oracle.gave_up(replica)
@@ -427,7 +429,10 @@ def watched(master, oracle):
     """The master with exchanges that the oracle looks at."""
     sharing = isinstance(master, GradientSharing)
     kind = WatchedSharing if sharing else WatchedAveraging
-    values = {one.name: getattr(master, one.name) for one in dataclasses.fields(master)}
+    values = {
+        option.name: getattr(master, option.name)
+        for option in dataclasses.fields(master)
+    }
     return kind(**values, oracle=oracle)
 
 
@@ -480,8 +485,8 @@ class Cluster:
 
     def arrive(self, worker):
         """Let the scheduler know of a new worker."""
-        found = {"daskdl": VERSION, "torch": str(torch.__version__), "error": ""}
-        fields = {"worker": worker.address, "versions": found}
+        versions = {"daskdl": VERSION, "torch": str(torch.__version__), "error": ""}
+        fields = {"worker": worker.address, "versions": versions}
 
         async def ask():
             with contextlib.suppress(OSError):  # it is not used
@@ -499,11 +504,11 @@ class Cluster:
         members = state.members.replicas
 
         def watch(method, replica_at):
-            own = getattr(state, method)
+            original = getattr(state, method)
 
             def watched_(*arguments, **options):
                 held = state.holding
-                result = own(*arguments, **options)
+                result = original(*arguments, **options)
                 replica, moment = arguments[replica_at], method
                 worker = members[replica].worker
                 if method == "arrive" and ", round " in arguments[0]:

@@ -40,9 +40,9 @@ def carried(value, unpack):
     if kind in (str, int, float, bool, bytes, type(None)):
         return value
     if isinstance(value, tuple | list):
-        return tuple([carried(one, unpack) for one in value])
+        return tuple([carried(inner, unpack) for inner in value])
     if kind is dict:
-        return {key: carried(one, unpack) for key, one in value.items()}
+        return {key: carried(inner, unpack) for key, inner in value.items()}
     if kind is Serialized:
         frames = [bytes(frame) for frame in value.frames]
         if unpack:
@@ -144,10 +144,10 @@ class Network:
 
     async def ask(self, source, address, operation, fields):
         number = next(self._numbers)
-        own = carried(fields, unpack=address != SCHEDULER)
-        if own.get("messages"):
-            own["messages"] = self.damage(own["messages"])
-        request = Request(number, source, address, operation, own)
+        carried_fields = carried(fields, unpack=address != SCHEDULER)
+        if carried_fields.get("messages"):
+            carried_fields["messages"] = self.damage(carried_fields["messages"])
+        request = Request(number, source, address, operation, carried_fields)
         self._requests[number] = request
         self._connect(request, self.world.now + CONNECT_S)
         try:
@@ -228,12 +228,12 @@ class Network:
         for source, target, action, content in held:
             self._transmit(source, target, action, content)
 
-    def break_between(self, one, other):
+    def break_between(self, first, second):
         """Break the connections of two servers; return how many requests were lost."""
         lost = 0
         for request in list(self._requests.values()):
             ends = {request.source.address, request.address}
-            if ends == {one, other}:
+            if ends == {first, second}:
                 self._lose(request, 0.0)
                 lost += 1
         return lost
@@ -299,8 +299,8 @@ class Peer:
 
     def __getattr__(self, operation):
         def ask(**fields):
-            own = self._source
-            return own.network.ask(own, self._address, operation, fields)
+            source = self._source
+            return source.network.ask(source, self._address, operation, fields)
 
         return ask
 

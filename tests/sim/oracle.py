@@ -112,9 +112,9 @@ class Oracle:
         for origin, progress in peers.items():
             if not self._members().is_here(origin):
                 continue  # nobody waits for it
-            said = self._announced[origin]
-            at = bisect.bisect_left(said, (progress.step, -1))
-            due = said[at][1] if at < len(said) else 0
+            announced = self._announced[origin]
+            at = bisect.bisect_left(announced, (progress.step, -1))
+            due = announced[at][1] if at < len(announced) else 0
             self.checks["progress with its updates"] += 1
             if received.complete(origin) >= due and not self.damaged:  # nearly always
                 continue
@@ -190,8 +190,8 @@ class Oracle:
 
     def met(self, key, replica, received, agreed):
         """A replica has passed a barrier."""
-        found = flat(received), agreed
-        first, who = self._barriers.setdefault(key, (found, replica))
+        outcome = flat(received), agreed
+        first, who = self._barriers.setdefault(key, (outcome, replica))
         self.agreed.add(agreed)
         for (origin, sequence), replicas in self._due_at_barrier.items():
             self.check(
@@ -204,13 +204,13 @@ class Oracle:
             )
         self.checks["replicas alike at a barrier"] += 1
         self.check(
-            found[0] == first[0],
+            outcome[0] == first[0],
             f"at {key} replicas {who} and {replica} have received {first[0]} and "
-            f"{found[0]}",
+            f"{outcome[0]}",
         )
         self.check(
-            found[1] == first[1],
-            f"at {key} replicas {who} and {replica} differ: {first[1]}, {found[1]}",
+            outcome[1] == first[1],
+            f"at {key} replicas {who} and {replica} differ: {first[1]}, {outcome[1]}",
         )
 
     def resumed(self, replica, digest):
@@ -262,11 +262,11 @@ class Oracle:
             return lease
 
         def finishing(replica, number):
-            own = finish(replica, number)
-            if own:
+            released = finish(replica, number)
+            if released:
                 self._leased["finished"].update(rows_of(self._grants[number]))
                 del self._held[number]
-            return own
+            return released
 
         def beginning(epoch, replicas):
             if epoch > leases.epoch:
@@ -353,7 +353,8 @@ class Oracle:
 
 def rows_of(lease):
     return itertools.chain.from_iterable(
-        ((one.part, row) for row in range(one.start, one.stop)) for one in lease.ranges
+        ((piece.part, row) for row in range(piece.start, piece.stop))
+        for piece in lease.ranges
     )
 
 
@@ -538,10 +539,10 @@ class SharingOfOne(GradientSharingExchange):
 
     @override
     def state(self):
-        own = super().state()
+        state = super().state()
         expected_N = self._start_N + self._oracle.sum_of(self._channel.known())
         extra_N = torch.from_numpy(self._shared() - expected_N)
-        return own._replace(common={**own.common, "sim_extra_N": extra_N})
+        return state._replace(common={**state.common, "sim_extra_N": extra_N})
 
 
 class AveragingOfOne(AveragingExchange):

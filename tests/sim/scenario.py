@@ -162,17 +162,19 @@ class Scenario:
         drawn += ["join"] * chance.choice([0, 0, 1, 2, 4])
         faults = [fault_of(chance, setup, latency_s, kind) for kind in drawn]
         spared = setup.master.min_replicas
-        own = cls(seed, setup, latency_s, sorted(faults), spared)
+        scenario = cls(seed, setup, latency_s, sorted(faults), spared)
         chance = random.Random(f"aimed {seed}")  # of its own: it changes no other seed
-        own = aimed(own, chance) if chance.random() < AIMED else own
+        scenario = aimed(scenario, chance) if chance.random() < AIMED else scenario
         chance = random.Random(f"stopped {seed}")
-        own = stopped(own, chance) if chance.random() < STOPPED else own
+        scenario = stopped(scenario, chance) if chance.random() < STOPPED else scenario
         chance = random.Random(f"damaged {seed}")
-        own = damaged(own, chance) if chance.random() < DAMAGED else own
+        scenario = damaged(scenario, chance) if chance.random() < DAMAGED else scenario
         chance = random.Random(f"validated {seed}")
-        own = validated(own, chance) if chance.random() < VALIDATED else own
+        scenario = (
+            validated(scenario, chance) if chance.random() < VALIDATED else scenario
+        )
         chance = random.Random(f"narrow {seed}")
-        return narrow(own, chance) if chance.random() < NARROWED else own
+        return narrow(scenario, chance) if chance.random() < NARROWED else scenario
 
     @property
     def may_fail(self):
@@ -299,9 +301,9 @@ AIMED = 0.2  # share of the seeds that aim at something
 def aimed(drawn, chance):
     """Another scenario instead of one that was drawn, with some of its faults."""
     (aim,) = chance.choices(list(AIMS), [often for _, often in AIMS.values()])
-    own = AIMS[aim][0](drawn, chance)
+    scenario = AIMS[aim][0](drawn, chance)
     others = drawn.faults[:2] if chance.random() < 0.5 and not drawn.may_fail else []
-    return replace(own, faults=sorted([*own.faults, *others]), aim=aim)
+    return replace(scenario, faults=sorted([*scenario.faults, *others]), aim=aim)
 
 
 def sharing(drawn, staleness, *, workers, each, fan_out=8, **more):
@@ -318,7 +320,7 @@ def sharing(drawn, staleness, *, workers, each, fan_out=8, **more):
         compare_models=staleness == 0,
         fan_out=fan_out,
     )
-    own = {
+    few = {
         "workers": workers,
         "replicas": 1,
         "master": master,
@@ -328,7 +330,7 @@ def sharing(drawn, staleness, *, workers, each, fan_out=8, **more):
         "start_s": 0.0,
         "build_s": 0.0,
     }
-    return replace(drawn.setup, **{**own, **more})
+    return replace(drawn.setup, **{**few, **more})
 
 
 def strike(chance, kind, moment, number, at_s=0.0, lasts_s=0.0):
@@ -497,9 +499,15 @@ def damaged(drawn, chance):
         faults.append(strike(chance, kind, "publish", number))
         if chance.random() < 0.4:
             after, at_s = chance.choice(AFTER_DAMAGE), chance.uniform(0.0, 1.0)
-            own = chance.random() < 0.7
+            strikes_origin = chance.random() < 0.7
             fault = Fault(
-                "publish", number, at_s, after, chance.randrange(2**32), 0.0, own
+                "publish",
+                number,
+                at_s,
+                after,
+                chance.randrange(2**32),
+                0.0,
+                strikes_origin,
             )
             faults.append(fault)
     return replace(drawn, faults=sorted([*drawn.faults, *faults]))
@@ -687,25 +695,25 @@ class Fate:
             return None
         self._network.cuts |= set(pairs)
         self._after(self._lasts_s, self._network.heal)
-        return sorted({one for one, _ in pairs})
+        return sorted({source for source, _ in pairs})
 
     def _groups(self, addresses):
-        one = [a for a in addresses if self._random.random() < 0.5]
-        return one, [a for a in addresses if a not in one]
+        inside = [a for a in addresses if self._random.random() < 0.5]
+        return inside, [a for a in addresses if a not in inside]
 
     def _cut_workers(self):
-        one, other = self._groups([worker.address for worker in self._workers()])
-        pairs = [(a, b) for a in one for b in other]
+        inside, outside = self._groups([worker.address for worker in self._workers()])
+        pairs = [(a, b) for a in inside for b in outside]
         return self._cut([*pairs, *((b, a) for a, b in pairs)])
 
     def _cut_one_way(self):
-        one, other = self._groups([worker.address for worker in self._workers()])
-        return self._cut([(a, b) for a in one for b in other])
+        inside, outside = self._groups([worker.address for worker in self._workers()])
+        return self._cut([(a, b) for a in inside for b in outside])
 
     def _cut_briefly(self):
         """Nothing passes between some workers and the rest, the scheduler included."""
-        one, other = self._groups([worker.address for worker in self._workers()])
-        pairs = [(a, b) for a in one for b in (*other, SCHEDULER)]
+        inside, outside = self._groups([worker.address for worker in self._workers()])
+        pairs = [(a, b) for a in inside for b in (*outside, SCHEDULER)]
         return self._cut([*pairs, *((b, a) for a, b in pairs)])
 
     _cut_off = _cut_briefly  # for longer
@@ -725,8 +733,8 @@ class Fate:
             )
             self._on["compare"] = later
         self._after(chance.uniform(0.2, 0.6), victim.kill)
-        one = [(victim.address, address) for address in others]
-        return self._cut([*one, *((b, a) for a, b in one)])
+        outgoing = [(victim.address, address) for address in others]
+        return self._cut([*outgoing, *((b, a) for a, b in outgoing)])
 
     def _join_slowly(self):
         """A worker joins whose link takes so long for a snapshot."""
@@ -751,12 +759,12 @@ class Fate:
         there = self._workers()
         if len(there) < 2:
             return None
-        one, other = self._random.sample(there, 2)
+        first, second = self._random.sample(there, 2)
         aim = [worker for worker in there if worker.address == self._aim]
-        if aim and other not in aim:
-            one = aim[0]
-        lost = self._network.break_between(one.address, other.address)
-        return f"{one.name} and {other.name}: {lost} requests"
+        if aim and second not in aim:
+            first = aim[0]
+        lost = self._network.break_between(first.address, second.address)
+        return f"{first.name} and {second.name}: {lost} requests"
 
     def _damage_copies(self):
         """Some of the next copies of an update arrive damaged."""
@@ -906,16 +914,16 @@ def run(scenario, trace=None):
 def resume(scenario, lost):
     """Resume a fit that has failed, on a new cluster; return whether it could be."""
     checkpoints, setup = lost.client.checkpoints, scenario.setup
-    found = None if checkpoints is None else checkpoints.series.newest()
-    if found is None:
+    newest = None if checkpoints is None else checkpoints.series.newest()
+    if newest is None:
         return False
     lost.close()
-    plan = ResumePlan.of(found)
+    plan = ResumePlan.of(newest)
     workers = random.Random(scenario.seed).randint(2, setup.workers + 1)
     setup = replace(setup, workers=workers)
     cluster = Cluster(scenario.seed, setup, lost.world.trace, plan)
     world, client, oracle = cluster.world, cluster.client, cluster.oracle
-    world.note("client", f"resumes {found.store.url} on {workers} workers")
+    world.note("client", f"resumes {newest.store.url} on {workers} workers")
     oracle.agreed, oracle.checks = lost.oracle.agreed, lost.oracle.checks
     Inspector(cluster)
     try:

@@ -107,13 +107,15 @@ def run_all(seeds, jobs, mutation):
 
 def run_mutations(names, seeds, jobs):
     """Look for each mutation; print after how many seeds it was found."""
-    found = 0
+    killed = 0
     for name in names:
         failed = run_all(seeds, jobs, name)
-        found += failed is not None
-        said = "not found" if failed is None else f"seed {failed[0]}: {failed[1][:150]}"
-        print(f"{name}: {said}", flush=True)
-    print(f"{found} of {len(names)} found within {len(seeds)} seeds")
+        killed += failed is not None
+        verdict = (
+            "not found" if failed is None else f"seed {failed[0]}: {failed[1][:150]}"
+        )
+        print(f"{name}: {verdict}", flush=True)
+    print(f"{killed} of {len(names)} found within {len(seeds)} seeds")
 
 
 def main():

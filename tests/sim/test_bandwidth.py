@@ -76,7 +76,7 @@ async def test_the_others_train_on_while_a_snapshot_is_on_its_way(
 ):
     small = {"outbox_bytes": 1, "inbox_bytes": 1, "relay_bytes": 1}
     async with a_run(c, s, a, b, timeouts=BOUNDS, routing=routing, **small) as run:
-        donor, other = run.channels[0], run.channels[1]
+        donor, peer = run.channels[0], run.channels[1]
         serve(donor)
         released = held_up(a.handlers, "daskdl_fetch", monkeypatch)
         _, newcomer = await run.newcomer(b)
@@ -85,8 +85,8 @@ async def test_the_others_train_on_while_a_snapshot_is_on_its_way(
         donor.check()
 
         for step in range(1, 8):  # each fills a buffer or a queue
-            await in_thread(other.has_room, wait=True)
-            assert publish(other, step, step=step)
+            await in_thread(peer.has_room, wait=True)
+            assert publish(peer, step, step=step)
         await in_thread(donor.wait_for_updates, {1: 7})
 
         released.set()
@@ -102,7 +102,7 @@ async def test_a_donor_that_is_lost_half_way_is_replaced_and_each_update_comes_o
     c, s, *workers, routing, monkeypatch
 ):
     async with a_run(c, s, *workers, timeouts=BOUNDS, routing=routing) as run:
-        first, second, other = run.channels[2], run.channels[0], run.channels[1]
+        first, second, third = run.channels[2], run.channels[0], run.channels[1]
         first.progress(9)  # the donor, as it has most steps
         await wait_until(lambda: run.record.members.donor() == 2)
         second.progress(5)
@@ -110,7 +110,7 @@ async def test_a_donor_that_is_lost_half_way_is_replaced_and_each_update_comes_o
         serve(first)
         serve(second)
         requests = recorded(workers[2].handlers, "daskdl_fetch", monkeypatch)
-        assert publish(other, 1)
+        assert publish(third, 1)
         await in_thread(first.wait_for_updates, {1: 1})
         _, newcomer = await run.newcomer(workers[1])
         joining = begin(newcomer.join)
@@ -118,14 +118,14 @@ async def test_a_donor_that_is_lost_half_way_is_replaced_and_each_update_comes_o
         s.network.bandwidth[workers[1].address] = PART_BYTES / (0.6 * REQUEST_S)
         first.check()
         await wait_until(lambda: len(requests) > 2)
-        assert publish(other, 2)  # it is received, and acknowledged in a mesh
+        assert publish(third, 2)  # it is received, and acknowledged in a mesh
         waiting = begin(second.wait_for_updates, {1: 4})
         await wait_until(lambda: run.received(3, 1)[0] == 2)
 
         run.lose(2)
-        assert publish(other, 3)
+        assert publish(third, 3)
         snapshot = (await joining).snapshot
-        assert publish(other, 4)
+        assert publish(third, 4)
         await waiting
         await in_thread(newcomer.wait_for_updates, {1: 4})
 
@@ -136,7 +136,7 @@ async def test_a_donor_that_is_lost_half_way_is_replaced_and_each_update_comes_o
 @simulated(2)
 async def test_a_snapshot_is_dropped_where_its_reader_trains(c, s, a, b):
     async with a_run(c, s, a, b) as run:
-        donor, other = run.channels[0], run.channels[1]
+        donor, peer = run.channels[0], run.channels[1]
         donor.serve_snapshot(applied_by(donor))
         _, newcomer = await run.newcomer(b)
         joining = begin(newcomer.join)
@@ -144,7 +144,7 @@ async def test_a_snapshot_is_dropped_where_its_reader_trains(c, s, a, b):
         donor.check()
         await joining
         blobs = run.link(0).blobs
-        met = [begin(one.barrier, "before", 0) for one in (donor, other)]
+        met = [begin(channel.barrier, "before", 0) for channel in (donor, peer)]
         await asyncio.gather(*met)
         assert blobs.has_snapshots  # it may still be fetched
 
@@ -222,10 +222,10 @@ async def test_a_donor_keeps_the_newest_two_snapshots_for_each_replica(
         names = {2: [], 3: []}
 
         async def losing(reader, **fields):
-            made = await answer(reader=reader, **fields)
-            names[reader].append(made["name"])
+            snapshot = await answer(reader=reader, **fields)
+            names[reader].append(snapshot["name"])
             lost = len(names[2]) < 5
-            return {"status": "refused", "reason": "lost"} if lost else made
+            return {"status": "refused", "reason": "lost"} if lost else snapshot
 
         monkeypatch.setitem(a.handlers, "daskdl_snapshot", losing)
         released = held_up(a.handlers, "daskdl_fetch", monkeypatch)
@@ -238,8 +238,8 @@ async def test_a_donor_keeps_the_newest_two_snapshots_for_each_replica(
             await wait_until(lambda replica=replica: names[replica])
         await wait_until(lambda: len(names[2]) == 5)
         released.set()
-        for made in joining:
-            await made
+        for pending in joining:
+            await pending
         assert publish(run.channels[1])
         await serving
 

@@ -154,9 +154,9 @@ async def test_an_update_that_nobody_has_is_left_out(c, s, *workers, routing):
         await wait_until(lambda: run.received(0, 2)[1] == run.received(1, 2)[1] == (2,))
         await in_thread(leaving.leave)
 
-        one, other = await agree(run, pytest.fail)
+        of_first, of_second = await agree(run, pytest.fail)
 
-        assert one == other == [0, 1] + [0] * 7
+        assert of_first == of_second == [0, 1] + [0] * 7
         assert [run.received(replica, 2) for replica in (0, 1)] == [(0, (2,))] * 2
 
 
@@ -167,14 +167,14 @@ async def test_replicas_go_on_without_an_update_of_which_no_copy_is_readable(
 ):
     """Neither the receivers wait for it, nor its origin for their acknowledgement."""
     async with a_run(c, s, a, b, routing=routing, outbox_bytes=1) as run:
-        origin, other = run.channels[0], run.channels[1]
+        origin, receiver = run.channels[0], run.channels[1]
 
         for step in range(1, 4):
             assert publish_damaged(origin, 1, step=step)
-            await in_thread(other.wait_for_peers, step, 0, 0)
+            await in_thread(receiver.wait_for_peers, step, 0, 0)
             await in_thread(origin.has_room, wait=True)
 
-        assert totals(other.drain(), 1) == [0]
+        assert totals(receiver.drain(), 1) == [0]
         assert run.received(1, 0) == (0, ())
 
 

@@ -27,11 +27,13 @@ def test_all_examples_of_all_replicas_are_counted(routing):
     record = fit(setup)
 
     last = [record.last(replica) for replica in record.listed]
-    assert sum(own["examples"] for own in last) == setup.epochs * sum(setup.lengths)
-    assert all(own["sent_bytes"] and own["received_bytes"] for own in last)
-    assert {own["epoch"] for own in last} == {2}
+    assert sum(row["examples"] for row in last) == setup.epochs * sum(setup.lengths)
+    assert all(row["sent_bytes"] and row["received_bytes"] for row in last)
+    assert {row["epoch"] for row in last} == {2}
     assert record.over[1] == "the run was closed"
-    assert {one.why for one in record.listed.values()} == {"left: its task has ended"}
+    assert {listed.why for listed in record.listed.values()} == {
+        "left: its task has ended"
+    }
 
 
 def test_bytes_and_waits_are_those_of_the_reports_of_all_epochs():
@@ -40,16 +42,18 @@ def test_bytes_and_waits_are_those_of_the_reports_of_all_epochs():
     try:
         cluster.fit(LIMIT_S)
         record = cluster.scheduler.plugin.dashboard.runs[cluster.client.spec.run]
-        reports = [own for event in cluster.client.reports for own in event["payloads"]]
+        reports = [
+            report for event in cluster.client.reports for report in event["payloads"]
+        ]
     finally:
         cluster.close()
 
     for replica in record.listed:
-        traffic = [own["traffic"] for r, own in reports if r == replica]
+        traffic = [report["traffic"] for r, report in reports if r == replica]
         for name in ("sent_bytes", "received_bytes"):
-            assert record.last(replica)[name] == sum(own[name] for own in traffic)
+            assert record.last(replica)[name] == sum(counts[name] for counts in traffic)
         for cause, waited_s in record.waits_s(replica).items():
-            of_cause = sum(own["waits_s"].get(cause, 0.0) for own in traffic)
+            of_cause = sum(counts["waits_s"].get(cause, 0.0) for counts in traffic)
             assert waited_s == pytest.approx(of_cause), cause
 
 
@@ -71,7 +75,7 @@ def test_a_replica_that_is_killed_is_listed_with_the_reason():
 
     record = fit(Setup(epochs=4, mean_step_s=0.2), kill)
 
-    failed = {r: one.why for r, one in record.listed.items() if one.failed}
+    failed = {r: listed.why for r, listed in record.listed.items() if listed.failed}
     assert list(failed) == [1]
     assert failed[1].startswith("lost: ")
     assert "its worker is gone" in failed[1] or "cannot be reached" in failed[1]

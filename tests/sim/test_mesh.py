@@ -155,10 +155,10 @@ async def test_a_survivor_that_hangs_does_not_delay_requests_to_others(
 async def test_an_update_that_all_have_is_forgotten(c, s, *workers):
     async with a_run(c, s, *workers, **MESH) as run:
         assert publish(run.channels[0])
-        own = run.link(0).routing.own_kept
-        assert len(own) == 1
+        kept = run.link(0).routing.own_kept
+        assert len(kept) == 1
 
-        await wait_until(lambda: len(own) == 0)
+        await wait_until(lambda: len(kept) == 0)
 
         assert [run.received(replica, 0) for replica in (1, 2)] == [(1, ())] * 2
 
@@ -175,8 +175,8 @@ async def test_a_replica_that_acknowledges_nothing_blocks_its_peers(
 
         count = sum(accepted)
         assert accepted == [True] * count + [False] * (20 - count)
-        own = run.link(0).routing.own_kept
-        assert 500 <= own.nbytes < 500 + own.nbytes // count
+        kept = run.link(0).routing.own_kept
+        assert 500 <= kept.nbytes < 500 + kept.nbytes // count
         assert not sender.has_room()
         assert sender.published == count
         waiting = begin(sender.has_room, wait=True)
@@ -201,10 +201,10 @@ async def test_survivors_get_the_updates_of_a_lost_replica_from_each_other(
         await run.deliver(1, second)
         run.lose(2)
 
-        one, other = await agree(run)
+        of_first, of_second = await agree(run)
 
-        assert one == [1, 1] + [0] * 7
-        assert other == [1, 1] + [0] * 6 + [1]
+        assert of_first == [1, 1] + [0] * 7
+        assert of_second == [1, 1] + [0] * 6 + [1]
         await run.deliver(0, third)  # it was long on its way
         await meet(run, "report", BarrierKind.REPORT)
         await run.deliver(1, third)
@@ -279,8 +279,8 @@ async def test_a_replica_that_is_lost_while_the_others_agree_is_left_out(
 
         run.lose(2)
 
-        one, other = await ends
-        assert one == other == [0] * 4 + [1] + [0] * 4
+        of_first, of_second = await ends
+        assert of_first == of_second == [0] * 4 + [1] + [0] * 4
         await meet(run, "report", BarrierKind.REPORT)
         await run.deliver(0, second)  # it was long on its way
         await agree(run)

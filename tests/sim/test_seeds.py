@@ -87,24 +87,24 @@ def test_the_seeds_have_every_aim():
 def test_some_seeds_stop_the_fit_early():
     drawn = [Scenario.of(seed) for seed in range(200)]
 
-    stopped = [one for one in drawn if one.setup.stops]
-    after = {f.kind for one in stopped for f in one.faults if f.moment == "stop"}
+    stopped = [plan for plan in drawn if plan.setup.stops]
+    after = {f.kind for plan in stopped for f in plan.faults if f.moment == "stop"}
     assert after == {*scenario.AFTER_STOP}
 
 
 def test_a_violation_names_its_seed_the_last_events_and_the_command(monkeypatch):
-    def broken(own, cluster, epochs):
+    def broken(plan, cluster, epochs):
         raise Violation("this must not be")
 
     monkeypatch.setattr(scenario, "check_end", broken)
 
     failure = seeds.run_seed(3)
-    said = seeds.report(3, failure)
+    printed = seeds.report(3, failure)
 
     assert failure.startswith("this must not be at ")
-    assert "scheduler: <- worker-0: daskdl_" in said
-    assert f"seed 3: {failure}" in said
-    assert "repeat it: python -m tests.sim --seed 3 --trace trace.txt" in said
+    assert "scheduler: <- worker-0: daskdl_" in printed
+    assert f"seed 3: {failure}" in printed
+    assert "repeat it: python -m tests.sim --seed 3 --trace trace.txt" in printed
 
 
 @pytest.mark.parametrize("name", mutations.MUTATIONS)

@@ -41,8 +41,8 @@ async def test_progress_is_sent_with_the_last_queued_update(c, s, a, b, monkeypa
         async def noting(replica, messages, progress, **fields):
             if replica == 0:
                 told.append((len(messages), progress[0]))
-            own = {"replica": replica, "messages": messages, "progress": progress}
-            return await handler(**own, **fields)
+            fields |= {"replica": replica, "messages": messages, "progress": progress}
+            return await handler(**fields)
 
         monkeypatch.setitem(s.handlers, "daskdl_publish", noting)
         for step in range(4):
@@ -156,7 +156,7 @@ async def test_a_joining_replica_waits_for_a_donor_that_is_busy(
 ):
     timeouts = bounds(join=2.0, request=0.5)
     async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
-        donor, other = run.channels[0], run.channels[1]
+        donor, peer = run.channels[0], run.channels[1]
         donor.serve_snapshot(None)
         requests = recorded(a.handlers, "daskdl_snapshot", monkeypatch)
         _, newcomer = await run.newcomer(b)
@@ -167,7 +167,7 @@ async def test_a_joining_replica_waits_for_a_donor_that_is_busy(
         serving = begin(donor.wait_for_updates, {1: 1})
         assert (await joining).snapshot["step"] == 3
 
-        assert publish(other)
+        assert publish(peer)
         await serving
 
 
@@ -176,20 +176,20 @@ async def test_a_joining_replica_does_not_hold_up_the_others_while_it_waits(c, s
     options = {"outbox_bytes": 1, "inbox_bytes": 1, "relay_bytes": 1}
     timeouts = bounds(request=0.5)
     async with a_run(c, s, a, b, timeouts=timeouts, **options) as run:
-        donor, other = run.channels[0], run.channels[1]
+        donor, peer = run.channels[0], run.channels[1]
         _, newcomer = await run.newcomer(b)
         joining = begin(newcomer.join)
         await wait_until(lambda: run.link(0).snapshot_requests)
 
         for _ in range(5):  # each fills a buffer or a queue
-            await in_thread(other.has_room, wait=True)
-            assert publish(other)
+            await in_thread(peer.has_room, wait=True)
+            assert publish(peer)
         await in_thread(donor.wait_for_updates, {1: 5})
 
         donor.serve_snapshot(applied_by(donor))
         serving = begin(donor.wait_for_updates, {1: 6})
         assert (await joining).snapshot["total_N"].tolist()[0] == 5
-        assert publish(other)
+        assert publish(peer)
         await serving
         await in_thread(newcomer.wait_for_updates, {1: 6})
         assert totals(newcomer.drain(), 1) == [1]

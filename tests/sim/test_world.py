@@ -28,10 +28,10 @@ def traced(seed, **options):
 
 @pytest.mark.parametrize("routing", ["plain", "mesh"])
 def test_the_same_seed_gives_the_same_trace_and_another_one_another(routing):
-    first, second, other = (traced(seed, routing=routing) for seed in (1, 1, 2))
+    first, second, reseeded = (traced(seed, routing=routing) for seed in (1, 1, 2))
 
     assert first.lines == second.lines
-    assert first.digest == second.digest != other.digest
+    assert first.digest == second.digest != reseeded.digest
 
 
 def test_the_trace_does_not_depend_on_the_hashes_of_a_process():
@@ -63,9 +63,9 @@ def test_a_fit_takes_no_longer_than_its_events():
 
 @pytest.fixture
 def world():
-    own = World(seed=0)
-    yield own
-    own.close()
+    new_world = World(seed=0)
+    yield new_world
+    new_world.close()
 
 
 @pytest.fixture
@@ -186,8 +186,8 @@ def asked(server, address, *values, **fields):
 
     async def ask(value):
         try:
-            own = {"value": value, **fields}
-            answer = await server.network.ask(server, address, "echo", own)
+            echoed = {"value": value, **fields}
+            answer = await server.network.ask(server, address, "echo", echoed)
             answers.append(answer["value"])
         except OSError as error:
             answers.append(str(error))
@@ -223,7 +223,7 @@ def test_messages_wait_at_a_cut_in_its_direction_until_it_heals(world, network, 
     asker = server_of(network)
     for cut, arrives in (((asker, server), False), ((server, asker), True)):
         got.clear()
-        network.cuts.add(tuple(one.address for one in cut))
+        network.cuts.add(tuple(process.address for process in cut))
         answers = asked(asker, server.address, 1)
         until = world.now + 5.0
 

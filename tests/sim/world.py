@@ -63,7 +63,7 @@ class Trace:
 
     def last(self):
         """The last lines of each actor."""
-        return "\n\n".join("\n".join(own) for _, own in sorted(self._last.items()))
+        return "\n\n".join("\n".join(lines) for _, lines in sorted(self._last.items()))
 
 
 @contextlib.contextmanager
@@ -188,7 +188,7 @@ class Process:
     def start(self, name, target, *arguments):
         """Run a function in a thread of this process; return its future."""
         actor = Actor(self, name, lambda: target(*arguments))
-        self.actors = [one for one in self.actors if not one.ended]
+        self.actors = [actor for actor in self.actors if not actor.ended]
         self.actors.append(actor)
         self.world.after(0.0, self, actor.resume)
         return actor.result
@@ -330,8 +330,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_soon_threadsafe(self, callback, *arguments, context=None):
         names = getattr(getattr(callback, "__code__", None), "co_freevars", ())
         if "coro" in names:  # of `run_coroutine_threadsafe`
-            own = callback.__closure__[names.index("coro")].cell_contents
-            self._given.append(own)
+            coroutine = callback.__closure__[names.index("coro")].cell_contents
+            self._given.append(coroutine)
         return self.call_soon(callback, *arguments, context=context)
 
     @override
@@ -360,8 +360,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def create_task(self, work, *, name=None, context=None):
         task = asyncio.Task(work, loop=self, name=name, context=context)
         if len(self._tasks) > 1000:
-            self._tasks = [one for one in self._tasks if not one.done()]
-            self._given = [one for one in self._given if one.cr_frame is not None]
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._given = [
+                coroutine for coroutine in self._given if coroutine.cr_frame is not None
+            ]
         self._tasks.append(task)
         return task
 

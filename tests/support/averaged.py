@@ -8,17 +8,17 @@ from torch import nn
 from daskdl.channel.leasing import Range, shared_out
 
 
-def averaged_loop(made, x, y, *, replicas, batch_size, epochs, frequency, **more):
+def averaged_loop(start, x, y, *, replicas, batch_size, epochs, frequency, **more):
     """Train copies of a model, and average them.
 
     Args:
-        made: The model at its start, and a function that makes an optimizer.
+        start: The model at its start, and a function that makes an optimizer.
         more: `average_optimizer` and `outer`, as options of the master.
 
     Returns:
         The model that all have at the end.
     """
-    model, optimizer = made
+    model, optimizer = start
     modules = [copy.deepcopy(model).train() for _ in range(replicas)]
     optimizers = [optimizer(module.parameters()) for module in modules]
     common = [nn.Parameter(p.detach().clone()) for p in model.parameters()]

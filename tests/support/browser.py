@@ -66,7 +66,7 @@ class Page:
         deadline = time.monotonic() + within_s
         while True:
             text = await self.value(TEXT)
-            if all(one in text for one in texts):
+            if all(expected in text for expected in texts):
                 return text
             assert time.monotonic() < deadline, (texts, text)
             await asyncio.sleep(0.2)

@@ -61,20 +61,22 @@ def everywhere(count):
         places = {"dask": workers(count)(test), "sim": simulated(count)(test)}
 
         @functools.wraps(test)
-        def one(on, **parameters):
+        def wrapper(on, **parameters):
             places[on](**parameters)
 
-        own = inspect.signature(places["sim"]).parameters.values()
+        parameters_of_test = inspect.signature(places["sim"]).parameters.values()
         chosen = inspect.Parameter("on", inspect.Parameter.KEYWORD_ONLY)
-        kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-        one.__signature__ = inspect.Signature([chosen, *kept])
-        if "routing" not in one.__signature__.parameters:
-            return pytest.mark.parametrize("on", places)(one)
+        kept = [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters_of_test
+        ]
+        wrapper.__signature__ = inspect.Signature([chosen, *kept])
+        if "routing" not in wrapper.__signature__.parameters:
+            return pytest.mark.parametrize("on", places)(wrapper)
         cases = [
             *(("dask", "plain"), pytest.param("dask", "mesh", marks=pytest.mark.slow)),
             *(("sim", "plain"), ("sim", "mesh")),
         ]
-        return pytest.mark.parametrize(("on", "routing"), cases)(one)
+        return pytest.mark.parametrize(("on", "routing"), cases)(wrapper)
 
     return decorate
 
@@ -199,7 +201,7 @@ async def agree(run, load=None, replicas=(0, 1)):
     def end(channel):
         payload = {"sequence": channel.published}
         met = channel.barrier("end", payload, BarrierKind.AGREE)
-        published = {r: own["sequence"] for r, own in met.payloads.items()}
+        published = {r: fields["sequence"] for r, fields in met.payloads.items()}
         channel.agree("end", published, met.gone, load)
         return totals(channel.drain(), 9)
 
@@ -300,21 +302,25 @@ class DaskRun(Run):
 
     async def ask_worker(self, replica, operation, /, **fields):
         """The answer of the worker of a replica to another member of the run."""
-        own = {"run": self.spec.run, "secret": self.spec.secret, "replica": replica}
+        identity = {
+            "run": self.spec.run,
+            "secret": self.spec.secret,
+            "replica": replica,
+        }
         rpc = self.scheduler.rpc(self.workers[replica].address)
-        return await getattr(rpc, operation)(**{**own, **fields})
+        return await getattr(rpc, operation)(**{**identity, **fields})
 
     async def deliver(self, replica, *items, run=None):
         """Hand messages to a worker as the relay does."""
-        own = {} if run is None else {"run": run}
+        of_run = {} if run is None else {"run": run}
         messages = list(items)
         return await self.ask_worker(
-            replica, "daskdl_deliver", messages=messages, **own
+            replica, "daskdl_deliver", messages=messages, **of_run
         )
 
     def open_channel(self, replica):
-        own = {"replica": replica, "token": token_of(replica)}
-        spec = dataclasses.replace(self.spec, **own)
+        identity = {"replica": replica, "token": token_of(replica)}
+        spec = dataclasses.replace(self.spec, **identity)
         plugin = self.workers[replica].extensions[NAME]
         self.channels[replica] = RemoteChannel(plugin, spec)
         return self.channels[replica]
@@ -468,7 +474,7 @@ def every_channel(replicas=2, kinds=KINDS):
         over_dask = workers(replicas)(over_dask)
 
         @functools.wraps(test)
-        def one(self, kind, **parameters):
+        def wrapper(self, kind, **parameters):
             call = functools.partial(test, self, **parameters)
             if kind == "local":
                 asyncio.run(call(functools.partial(a_threads_run, replicas)))
@@ -485,11 +491,11 @@ def every_channel(replicas=2, kinds=KINDS):
                 over_dask(kind=kind, call=call)
 
         # What pytest looks at: the kind in the place of the function.
-        own, _, *others = inspect.signature(test).parameters.values()
-        chosen = inspect.Parameter("kind", own.kind)
-        one.__signature__ = inspect.Signature([own, chosen, *others])
+        instance, _, *others = inspect.signature(test).parameters.values()
+        chosen = inspect.Parameter("kind", instance.kind)
+        wrapper.__signature__ = inspect.Signature([instance, chosen, *others])
         marks = {"mesh": pytest.mark.slow}  # see `everywhere`
         cases = [pytest.param(kind, marks=marks.get(kind, ())) for kind in kinds]
-        return pytest.mark.parametrize("kind", cases)(one)
+        return pytest.mark.parametrize("kind", cases)(wrapper)
 
     return decorate

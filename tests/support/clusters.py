@@ -29,10 +29,10 @@ def cluster_of(workers, **options):
         options: Of `LocalCluster`.
     """
     # With `dashboard_address=None` it would take the default port.
-    own = {"dashboard_address": ":0", "scheduler_kwargs": {"dashboard": False}}
+    quiet = {"dashboard_address": ":0", "scheduler_kwargs": {"dashboard": False}}
     with (
         LocalCluster(
-            n_workers=workers, **{"threads_per_worker": 1, **own, **options}
+            n_workers=workers, **{"threads_per_worker": 1, **quiet, **options}
         ) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
@@ -115,11 +115,11 @@ class Script(Callback):
             del self._acts[0]
             act()
 
-    def run(self, own, x, y, **options):
-        own.callbacks = [*own.callbacks, self]
+    def run(self, trainer, x, y, **options):
+        trainer.callbacks = [*trainer.callbacks, self]
         with pytest.raises(EnoughError):
-            own.fit(x, y, epochs=10**6, batch_size=16, **options)
-        return own
+            trainer.fit(x, y, epochs=10**6, batch_size=16, **options)
+        return trainer
 
 
 class TookPart(Callback):
@@ -163,7 +163,9 @@ class Tracked(nn.Module):
     def held(name):
         """Those of a class, in this process, by the name it has in every process."""
         gc.collect()
-        return [one for one in Tracked._all if type(one).__name__ == name]
+        return [
+            instance for instance in Tracked._all if type(instance).__name__ == name
+        ]
 
 
 def left_behind(client):
@@ -293,8 +295,8 @@ def own_work():
 def tensors():
     """Tensors in this process, and their bytes."""
     torch = sys.modules["torch"]
-    found = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
-    return len(found), sum(t.nbytes for t in found)
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    return len(tensors), sum(t.nbytes for t in tensors)
 
 
 def at_rest(client):
@@ -318,9 +320,9 @@ def _with_client():
 def changed_since(client, before, within_s=20.0):
     """What differs from an earlier census, when all had time to be forgotten."""
     deadline = time.monotonic() + within_s
-    while (found := _changed(before, census(client))) and time.monotonic() < deadline:
+    while (changed := _changed(before, census(client))) and time.monotonic() < deadline:
         pass  # each look asks the scheduler and every worker
-    return found
+    return changed
 
 
 def _changed(before, now):

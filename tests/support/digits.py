@@ -59,11 +59,11 @@ def recorded(client, routing, folder, **options):
     return trainer(client, Recorded(str(folder), sharing, atol=ATOL), **options)
 
 
-def fit(own):
-    return own.fit(X, Y, epochs=EPOCHS, batch_size=BATCH_SIZE)
+def fit(trainer):
+    return trainer.fit(X, Y, epochs=EPOCHS, batch_size=BATCH_SIZE)
 
 
-def check(own, history, replicas, folder):
+def check(fitted, history, replicas, folder):
     """Check that all replicas trained to the end, agreed and learned."""
     assert history.column("replicas") == [replicas] * EPOCHS
     assert history.column("examples") == [len(X)] * EPOCHS
@@ -72,8 +72,8 @@ def check(own, history, replicas, folder):
         ends = records(folder, epoch)
         assert sorted(ends) == list(range(replicas))
         check_barrier(ends)
-    check_learnt(own)
+    check_learnt(fitted)
 
 
-def check_learnt(own):
-    assert accuracy(own.model_, X_TEST, Y_TEST) >= LEARNT
+def check_learnt(fitted):
+    assert accuracy(fitted.model_, X_TEST, Y_TEST) >= LEARNT

@@ -54,7 +54,7 @@ class Given:
         options: Of `fit`, `evaluate` and `predict` alike.
         fit: Of `fit` alone.
         loss: For labels that are not one tensor.
-        made: The type that `predict` returns.
+        output_type: The type that `predict` returns.
         held: What is to stay on the cluster meanwhile.
     """
 
@@ -63,7 +63,7 @@ class Given:
     options: dict[str, Any] = field(default_factory=dict)
     fit: dict[str, Any] = field(default_factory=dict)
     loss: Callable[..., Any] = field(default_factory=nn.CrossEntropyLoss)
-    made: type = np.ndarray
+    output_type: type = np.ndarray
     held: Any = None
 
 
@@ -113,13 +113,13 @@ def persisted(where, *collections):
 
 def lazy(where):
     x, y = blocks()
-    return Given(x.map_blocks(lambda block: block * 2) / 2, y + 0, made=da.Array)
+    return Given(x.map_blocks(lambda block: block * 2) / 2, y + 0, output_type=da.Array)
 
 
 def unknown(where):
     x, y = blocks()
     keep = y >= 0
-    return Given(x[keep], y[keep], made=da.Array)
+    return Given(x[keep], y[keep], output_type=da.Array)
 
 
 def tables():
@@ -129,15 +129,15 @@ def tables():
     return dd.from_pandas(whole, npartitions=3)
 
 
-def of_tables(where, make=lambda own: own, label=lambda own: own):
+def of_tables(where, make=lambda table: table, label=lambda table: table):
     import dask.dataframe as dd
 
-    own = make(tables())
-    return Given(own[NAMES], label(own["label"]), made=dd.DataFrame)
+    table = make(tables())
+    return Given(table[NAMES], label(table["label"]), output_type=dd.DataFrame)
 
 
 def persisted_tables(where):
-    return of_tables(where, lambda own: persisted(where, own)[0])
+    return of_tables(where, lambda table: persisted(where, table)[0])
 
 
 def named(column):
@@ -145,8 +145,8 @@ def named(column):
     names = pd.CategoricalDtype(["cat", "dog", "eel"])
     meta = pd.Series([], dtype=names, name=column.name)
     return column.map_partitions(
-        lambda own: pd.Series(
-            pd.Categorical.from_codes(own, dtype=names), own.index, name=own.name
+        lambda codes: pd.Series(
+            pd.Categorical.from_codes(codes, dtype=names), codes.index, name=codes.name
         ),
         meta=meta,
     )
@@ -155,8 +155,8 @@ def named(column):
 def without_pyarrow(where):
     """Strings as objects of Python, as Dask had them for long."""
     with dask.config.set({"dataframe.convert-string": False}):
-        strings = lambda own: named(own).astype(object)  # noqa: E731 - as an argument
-        return of_tables(where, label=lambda own: _known(strings(own)))
+        strings = lambda codes: named(codes).astype(object)  # noqa: E731 - as an argument
+        return of_tables(where, label=lambda codes: _known(strings(codes)))
 
 
 def _known(column):
@@ -165,21 +165,21 @@ def _known(column):
 
 def bag(where):
     pairs = [(X[i], Y[i]) for i in range(ROWS)]
-    return Given(db.from_sequence(pairs, npartitions=4), made=db.Bag)
+    return Given(db.from_sequence(pairs, npartitions=4), output_type=db.Bag)
 
 
 def part(number):
-    own = PARTS[number]
-    return X[own], Y[own]
+    rows = PARTS[number]
+    return X[rows], Y[rows]
 
 
 def list_of_delayed(where):
-    return Given([delayed(part)(i) for i in range(len(PARTS))], made=list)
+    return Given([delayed(part)(i) for i in range(len(PARTS))], output_type=list)
 
 
 def list_of_futures(where):
     futures = [where.client.submit(part, i, pure=False) for i in range(len(PARTS))]
-    return Given(futures, made=list)
+    return Given(futures, output_type=list)
 
 
 def together(x, y):
@@ -190,7 +190,9 @@ def delayed_over_persisted(where):
     x, y = persisted(where, *blocks())
     pairs = zip(x.to_delayed().ravel(), y.to_delayed(), strict=True)
     # Dask keeps nothing but keys of what is persisted in the Delayed objects.
-    return Given([delayed(together)(*pair) for pair in pairs], made=list, held=(x, y))
+    return Given(
+        [delayed(together)(*pair) for pair in pairs], output_type=list, held=(x, y)
+    )
 
 
 def mixed_memory(where):
@@ -199,13 +201,15 @@ def mixed_memory(where):
 
 def mixed_lazy(where):
     x, y = blocks()
-    return Given({"a": x[:, :2], "b": {"c": x[:, 2:].rechunk(20)}}, y, made=da.Array)
+    return Given(
+        {"a": x[:, :2], "b": {"c": x[:, 2:].rechunk(20)}}, y, output_type=da.Array
+    )
 
 
 def arrays_and_tables(where):
-    own, columns = tables(), tables()
-    x = (own[["a", "b"]].to_dask_array(), columns[["c", "d"]])
-    return Given(x, own["label"].to_dask_array(), made=da.Array)
+    table, columns = tables(), tables()
+    x = (table[["a", "b"]].to_dask_array(), columns[["c", "d"]])
+    return Given(x, table["label"].to_dask_array(), output_type=da.Array)
 
 
 def dict_labels(where):
@@ -231,8 +235,8 @@ def shares():
 
 def files(where, suffix, save):
     """One file for each part that is not empty."""
-    for i, own in shares():
-        save(str(where.folder / f"{i}{suffix}"), X[own], Y[own])
+    for i, rows in shares():
+        save(str(where.folder / f"{i}{suffix}"), X[rows], Y[rows])
     return str(where.folder)
 
 
@@ -303,7 +307,7 @@ def packed_blocks(where):
 
 def export_first(where):
     x, y = blocks()
-    return Given(x, y, fit={"approach": "export"}, made=da.Array)
+    return Given(x, y, fit={"approach": "export"}, output_type=da.Array)
 
 
 def packed_files(where):
@@ -316,10 +320,10 @@ def packed_files(where):
 
 def images(where):
     pixels = (X * 8).astype(np.uint8).reshape(ROWS, 2, 2)
-    for i, own in enumerate(pixels):
+    for i, image in enumerate(pixels):
         folder = where.folder / str(Y[i])
         folder.mkdir(exist_ok=True)
-        Image.fromarray(own).save(folder / f"{i:03}.png")
+        Image.fromarray(image).save(folder / f"{i:03}.png")
     return Given(
         data.image_folder(
             str(where.folder), channels=1, scale=1 / 8, seed=None, files_per_part=20
@@ -334,14 +338,16 @@ def dataset_of_tensors(where):
 KINDS: dict[str, Callable[[Where], Given]] = {
     "numpy": lambda where: Given(X, Y),
     "torch": lambda where: Given(
-        torch.from_numpy(X), torch.from_numpy(Y), made=torch.Tensor
+        torch.from_numpy(X), torch.from_numpy(Y), output_type=torch.Tensor
     ),
-    "pandas": lambda where: Given(frame(), series(), made=pd.DataFrame),
+    "pandas": lambda where: Given(frame(), series(), output_type=pd.DataFrame),
     "pyarrow": arrow,
-    "dask.array": lambda where: Given(*blocks(), made=da.Array),
-    "other chunks": lambda where: Given(*blocks(17, 40), made=da.Array),
+    "dask.array": lambda where: Given(*blocks(), output_type=da.Array),
+    "other chunks": lambda where: Given(*blocks(17, 40), output_type=da.Array),
     "lazy array": lazy,
-    "persisted array": lambda where: Given(*persisted(where, *blocks()), made=da.Array),
+    "persisted array": lambda where: Given(
+        *persisted(where, *blocks()), output_type=da.Array
+    ),
     "unknown chunks": unknown,
     "dask.dataframe": of_tables,
     "persisted dataframe": persisted_tables,

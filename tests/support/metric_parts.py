@@ -19,17 +19,17 @@ CUTS = {
 }
 
 
-def merged(make, cuts, *given, order=None, prepared=lambda *given: given):
+def merged(make, cuts, *columns, order=None, prepared=lambda *columns: columns):
     """Return metrics merged from parts, by default from the last part to the first.
 
     An empty part has no state.
     """
     merger = StateMerger(make())
-    spans = list(enumerate(itertools.pairwise([0, *cuts, len(given[0])])))
+    spans = list(enumerate(itertools.pairwise([0, *cuts, len(columns[0])])))
     for part, (start, end) in [spans[i] for i in order or reversed(range(len(spans)))]:
         live = make()
         if start < end:
-            update_(live, *prepared(*(values[start:end] for values in given)))
+            update_(live, *prepared(*(values[start:end] for values in columns)))
         merger.add_(part, states_of(live, end - start))
     return merger.merged()
 
@@ -41,8 +41,8 @@ def section_of(metrics, sample, output, y, cuts=()):
         return metrics.prepared(sample, output, y)
 
     make = functools.partial(metrics.collection, sample)
-    own = merged(make, cuts, output, y, prepared=prepared)
-    return metrics.section(sample, own.compute())
+    merged_metrics = merged(make, cuts, output, y, prepared=prepared)
+    return metrics.section(sample, merged_metrics.compute())
 
 
 def measured(metrics, sample, output, y, cuts=()):

@@ -52,12 +52,12 @@ def numbered(first, count):
 
 def ids_of(source):
     """The numbers of all rows of a source in order, each row having been checked."""
-    found = []
+    ids_by_part = []
     for part in range(source.parts):
         x, y = source.load(part)
         ids = x["id"]
         assert (ids.dtype, x["pair"][0].dtype, y.dtype) == ("int64", "float32", "uint8")
         np.testing.assert_array_equal(x["pair"][0], np.stack([ids, -ids], axis=1))
         np.testing.assert_array_equal(y, ids % 3)
-        found.append(ids)
-    return np.concatenate(found)
+        ids_by_part.append(ids)
+    return np.concatenate(ids_by_part)

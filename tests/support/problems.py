@@ -123,9 +123,9 @@ def start_of(model, seed=0):
         return model()
 
 
-def check_shows_what_was_validated(own, held):
+def check_shows_what_was_validated(fitted, held):
     """The model that came back has the scores of the last epoch."""
-    last, scored = own.history_[-1], own.evaluate(*held)
+    last, scored = fitted.history_[-1], fitted.evaluate(*held)
     assert scored["loss"] == pytest.approx(last["val_loss"], rel=1e-5)
     assert scored["accuracy"] == pytest.approx(last["val_accuracy"])
 

@@ -188,9 +188,9 @@ class Agreement:
         ends = records(tmp_path, epoch=2)
         sent = {r: [tuple(stamp) for stamp in e["published"]] for r, e in ends.items()}
         assert all(len(updates) > 10 for updates in sent.values())
-        for one in ends:
-            got = [tuple(stamp) for stamp in ends[one]["received"]]
-            others = (updates for other, updates in sent.items() if other != one)
+        for replica in ends:
+            got = [tuple(stamp) for stamp in ends[replica]["received"]]
+            others = (updates for sender, updates in sent.items() if sender != replica)
             assert sorted(got) == sorted(itertools.chain(*others))
 
     def test_a_full_inbox_is_folded(self, place, tmp_path, monkeypatch):

@@ -125,8 +125,10 @@ class RecordingChannel:
             self.kinds.append(int(frame[5]))
             self.sent_N = self.sent_N + counts_of(update, GRID)
             for _ in range(self._copies - 1):  # as a retried request would
-                own = self._inner._inbox.progress
-                self._inner._inbox.progress = own._replace(sequence=own.sequence - 1)
+                progress = self._inner._inbox.progress
+                self._inner._inbox.progress = progress._replace(
+                    sequence=progress.sequence - 1
+                )
                 self._inner.publish(lambda _: frame, step, **options)
         return frame
 
@@ -396,8 +398,8 @@ def check_barrier(ends):
     """All who were at the end of an epoch have the same, and each update once."""
     assert ends
     first, *others = ends.values()
-    for other in others:
-        np.testing.assert_array_equal(other["shared"], first["shared"])
+    for later in others:
+        np.testing.assert_array_equal(later["shared"], first["shared"])
     founders = []
     for replica, end in ends.items():
         # What is in it is the sum of what the log says, and nothing else.

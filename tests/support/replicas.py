@@ -97,7 +97,7 @@ class FakeHost(Host):
 
     def __init__(self, *there):
         self.there = list(there)
-        self.made = []
+        self.replicas = []
         self.log = []
         self.faults = {}
         self.raises = None
@@ -110,8 +110,8 @@ class FakeHost(Host):
 
     @override
     def replica(self, place, sharing):
-        self.made.append(FakeReplica(place, self.log, self.faults))
-        return self.made[-1]
+        self.replicas.append(FakeReplica(place, self.log, self.faults))
+        return self.replicas[-1]
 
 
 class Desk(NamedTuple):
@@ -132,7 +132,7 @@ class Desk(NamedTuple):
 
     async def asked(self, replica=0):
         """The next batch that a replica gets."""
-        return await soon(self.host.made[replica].asked.get())
+        return await soon(self.host.replicas[replica].asked.get())
 
     async def new_replicas(self):
         """Start the missing replicas."""
@@ -172,17 +172,17 @@ async def serving(
     `host` is a list that gets the host; `there` is raised when the host is asked for
     its places after the start.
     """
-    own = FakeHost(*places)
-    own.faults.update(faults)
+    fake_host = FakeHost(*places)
+    fake_host.faults.update(faults)
     if host is not None:
-        host.append(own)
-    pool = ReplicaPool(own, MODEL, replicas or max(len(places), 1), timeouts)
+        host.append(fake_host)
+    pool = ReplicaPool(fake_host, MODEL, replicas or max(len(places), 1), timeouts)
     batches = BatchQueue(4, wait_s, queue)
     dispatcher = Dispatcher(pool, batches, timeouts)
     try:
         await pool.open()
-        own.raises = there
-        yield Desk(own, pool, dispatcher, batches)
+        fake_host.raises = there
+        yield Desk(fake_host, pool, dispatcher, batches)
     finally:
         dispatcher.close()
         await pool.close(wait=True)

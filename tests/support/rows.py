@@ -85,7 +85,7 @@ def _columns(rows):
 
 
 def _shuffled_blocks(rows):
-    return rows.map_blocks(lambda own: np.random.default_rng().permutation(own))
+    return rows.map_blocks(lambda block: np.random.default_rng().permutation(block))
 
 
 def _unknown(rows):
@@ -117,7 +117,9 @@ ARRAYS = {
 def examples():
     """Pairs of a bag whose partitions are in another order each time."""
     numbers = db.from_sequence(range(ROWS), npartitions=4)
-    shuffled = numbers.map_partitions(lambda own: np.random.permutation(list(own)))
+    shuffled = numbers.map_partitions(
+        lambda partition: np.random.permutation(list(partition))
+    )
     return shuffled.map(lambda row: (np.array([row], np.float32), np.float32(-row)))
 
 
@@ -127,8 +129,8 @@ def two_bags():
 
 
 def rows_of(part):
-    own = np.random.permutation(np.arange(part * 20, part * 20 + 20))
-    return own.astype(np.float32)[:, None], -own.astype(np.float32)
+    shuffled = np.random.permutation(np.arange(part * 20, part * 20 + 20))
+    return shuffled.astype(np.float32)[:, None], -shuffled.astype(np.float32)
 
 
 def parts():
@@ -153,9 +155,9 @@ KINDS = [*FRAMES, *ARRAYS, *OTHERS]
 
 
 def trainer(client=False):
-    own = Trainer(Echo(), nn.MSELoss(), "sgd", lr=1e-12, client=client)
-    own.model_ = own.model
-    return own
+    fitted = Trainer(Echo(), nn.MSELoss(), "sgd", lr=1e-12, client=client)
+    fitted.model_ = fitted.model
+    return fitted
 
 
 class Echo(nn.Linear):

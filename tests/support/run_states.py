@@ -32,8 +32,10 @@ def plan_of(replicas=3, keys=KEYS, timeouts=TIMEOUTS, **options):
     if isinstance(replicas, int):
         replicas = {r: f"tcp://worker-{r}" for r in range(replicas)}
     sizes = {
-        phase: PartitionSizes((1,) * len(own), tuple(own), step_rows=1, lease_rows=1)
-        for phase, own in keys.items()
+        phase: PartitionSizes(
+            (1,) * len(phase_keys), tuple(phase_keys), step_rows=1, lease_rows=1
+        )
+        for phase, phase_keys in keys.items()
     }
     defaults = {
         "run": SPEC.run,

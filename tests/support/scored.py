@@ -25,9 +25,9 @@ def trainer(**options):
     """Return a trainer with a model that was not trained."""
     torch.manual_seed(0)
     chosen = {"loss": nn.CrossEntropyLoss(), "client": False, **options}
-    own = Trainer(nn.Linear(4, 3), optimizer=torch.optim.SGD, **chosen)
-    own.model_ = own.model
-    return own
+    fitted = Trainer(nn.Linear(4, 3), optimizer=torch.optim.SGD, **chosen)
+    fitted.model_ = fitted.model
+    return fitted
 
 
 def frame():

@@ -19,7 +19,7 @@ from daskdl import Callback
 from tests.support.problems import rows
 
 MADE = threading.Condition()
-made, live = Counter(), Counter()  # blocks in this process, by the folder of notes
+built, live = Counter(), Counter()  # blocks in this process, by the folder of notes
 
 
 def note(folder, kind, **line):
@@ -54,10 +54,10 @@ class TrainedRows(Callback):
 
     def by_epoch(self):
         """How often each row was trained on, in each epoch."""
-        found = {}
+        values = {}
         for line in notes(self.folder, "steps"):
-            found.setdefault(line["epoch"], Counter()).update(line["rows"])
-        return [found[epoch] for epoch in sorted(found)]
+            values.setdefault(line["epoch"], Counter()).update(line["rows"])
+        return [values[epoch] for epoch in sorted(values)]
 
     def replicas(self):
         """Those that have trained on anything."""
@@ -93,7 +93,7 @@ class Watched:
             self._act(number)
         block = block.copy()  # or it would be a part of what is kept
         with MADE:
-            made[self.folder] += 1
+            built[self.folder] += 1
             live[self.folder] += 1
             note(self.folder, "made", block=number, live=live[self.folder])
             MADE.notify_all()

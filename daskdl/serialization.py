@@ -127,7 +127,7 @@ def _bare(kind: type[nn.Module]) -> nn.Module:
 
 def _parametrize_(module: nn.Module, state: dict[str, Any]) -> None:
     module.__setstate__(state)  # type: ignore[no-untyped-call]
-    # Private in torch since 1.9. The public function, `register_parametrization`,
+    # Private in torch 2.7 to 2.13. The public function, `register_parametrization`,
     # would replace the original tensors by the inverse of the parametrization.
     parametrize._inject_new_class(module)
     assert isinstance(module.parametrizations, nn.ModuleDict)
@@ -218,7 +218,7 @@ def _state_of(module: nn.Module) -> dict[str, _PartState]:
     for path, part in module.named_modules():
         parameters = _parameters(part)
         has_extra = type(part).get_extra_state is not nn.Module.get_extra_state
-        # `_buffers` is private in all versions of torch: `named_buffers` leaves out
+        # `_buffers` is private in torch 2.7 to 2.13: `named_buffers` leaves out
         # buffers that are None, which the original may have replaced by tensors.
         buffers = {
             n: None if b is None else b.detach() for n, b in part._buffers.items()

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-# Public in fact since torch 2.0: "Extending PyTorch" describes it under this name.
 # Private in torch 2.7 to 2.13: nothing public observes all operations.
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override

@@ -150,7 +150,7 @@ def _process_name() -> str:
     """The Dask worker of this process if there is exactly one, else the process."""
     distributed = sys.modules.get("distributed")
     # The public get_worker() works in tasks alone; daskdl reads data in other threads.
-    # distributed has kept this set of weak references since 2018.
+    # Private in distributed 2025.5 to 2026.8, a set of weak references.
     workers = list(distributed.Worker._instances) if distributed else []
     if len(workers) == 1:
         return f"the worker {workers[0].address}"

@@ -38,7 +38,7 @@ from torch.utils.data import (
 # Private in torch 2.7 to 2.13: nothing public sets `get_worker_info`.
 from torch.utils.data._utils import worker
 
-# Torch documents `collate` and its map, since 1.13, under this private name alone.
+# Torch 2.7 to 2.13 document `collate` and its map under this private name alone.
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from typing_extensions import override
 
@@ -217,8 +217,8 @@ class LoaderWorkers:
 @contextlib.contextmanager
 def worker_info(info: Any) -> Iterator[None]:
     """Set the result of ``get_worker_info()`` in this process."""
-    # Torch's only place for the result of `get_worker_info`, private since torch 1.2:
-    # torch sets it in the processes of a `DataLoader` alone, and replicas are threads.
+    # Torch sets its variable only in the processes of a `DataLoader`; replicas are
+    # threads.
     with _worker_info_lock:
         former = worker._worker_info
         worker._worker_info = info

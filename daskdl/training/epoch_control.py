@@ -113,7 +113,7 @@ class Scheduling:
                 f"needs a score, got a {type(scheduler).__name__}; leave it out"
             )
         # torch warns once per process if the scheduler steps before the optimizer, as
-        # in a replica that had no data in an epoch. The attribute is private in torch.
+        # in a replica that had no data in an epoch. Private in torch 2.7 to 2.13.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return scheduler
 

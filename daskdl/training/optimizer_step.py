@@ -656,14 +656,6 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return gradients
 
 
-# Optimizers that always decouple weight decay. Adafactor is new in torch 2.5.
-DECOUPLED: tuple[type[Optimizer], ...] = tuple(
-    getattr(torch.optim, name)
-    for name in ("AdamW", "Adafactor")
-    if hasattr(torch.optim, name)
-)
-
-
 @contextlib.contextmanager
 def scaled(
     optimizer: Optimizer, factor: float, rate_factor: float = 1.0
@@ -688,10 +680,10 @@ def scaled(
             f"{factor:g}; use GradientSharing(update_scale='sum')"
         )
     before = [(group["lr"], group.get("weight_decay")) for group in groups]
+    decouples = isinstance(optimizer, torch.optim.Adafactor)  # without an option
     for group in groups:
         group["lr"] = group["lr"] * factor
-        # AdamW has this option only since torch 2.7.
-        if group.get("decoupled_weight_decay") or isinstance(optimizer, DECOUPLED):
+        if decouples or group.get("decoupled_weight_decay"):
             group["weight_decay"] = group["weight_decay"] / rate_factor
     try:
         yield

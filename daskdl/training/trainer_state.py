@@ -416,7 +416,7 @@ class ModelState:
         for name in self.hidden:
             path, _, leaf = name.rpartition(".")
             owner = dict(module.named_modules()).get(path)
-            # `_buffers` is private in all versions of torch: `named_buffers` leaves
+            # `_buffers` is private in torch 2.7 to 2.13: `named_buffers` leaves
             # out buffers that are None, which a saved tensor may replace.
             if owner is None or leaf not in owner._buffers or name in current.tensors:
                 raise SaveError(f"{name} is not a buffer of the model")

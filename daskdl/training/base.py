@@ -32,6 +32,7 @@ from daskdl.compression.flat import (
 )
 from daskdl.config import Timeouts, check_bound, check_whole
 from daskdl.evaluation.evaluate import Score
+from daskdl.observe.tables import StepStats
 from daskdl.training.state import (
     MODEL,
     PARAMETERS,
@@ -63,23 +64,6 @@ class Choice(NamedTuple):
     shared_loss: float = math.nan
     delivered_loss: float = math.nan
     delivered: bool = False
-
-
-class StepStats(NamedTuple):
-    """Measurements of one step's exchange; columns of `tables.STEP_COLUMNS`."""
-
-    threshold: float = math.nan
-    density: float = math.nan
-    sent_bytes: int = 0
-    kind: str | None = None
-    residual_norm: float = math.nan
-    residual_p50: float = math.nan
-    residual_p90: float = math.nan
-    residual_p99: float = math.nan
-    staleness: int = 0
-    wait_s: float = 0.0
-    encode_s: float = 0.0
-    apply_s: float = 0.0
 
 
 def trained_in(module: nn.Module) -> dict[str, Tensor]:

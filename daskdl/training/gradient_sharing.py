@@ -43,13 +43,13 @@ from daskdl.compression.thresholds import (
 from daskdl.config import check_choice, check_type, check_whole, is_number
 from daskdl.errors import DivergedError, OptionError
 from daskdl.evaluation.evaluate import Score
+from daskdl.observe.tables import StepStats
 from daskdl.training.base import (
     Choice,
     Exchange,
     ExchangeStats,
     Parameters,
     ReplicaContext,
-    StepStats,
     TrainingMaster,
     check_places,
     share_of,

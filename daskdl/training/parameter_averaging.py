@@ -19,11 +19,11 @@ from daskdl.channel.protocol import FAN_OUT, BarrierKind, MeshTopology
 from daskdl.codec import Stamp
 from daskdl.config import check_flag, check_whole
 from daskdl.errors import OptionError
+from daskdl.observe.tables import StepStats
 from daskdl.training.base import (
     Exchange,
     Parameters,
     ReplicaContext,
-    StepStats,
     TrainingMaster,
     check_places,
     checksum_of,

@@ -513,8 +513,15 @@ class Replica:
         if self.steps >= self._log.next_step and self._log.begin_row(
             self.steps, exchange.exchanged
         ):
-            stats = exchange.step_stats()
-            row = StepRow(epoch, self.steps, self._number, loss, rate, *stats, step_s)
+            row = StepRow(
+                epoch=epoch,
+                step=self.steps,
+                replica=self._number,
+                loss=loss,
+                learning_rate=rate,
+                step_s=step_s,
+                **vars(exchange.step_stats()),
+            )
             self._log.add(row)
         # Prefer a step with an exchange, as others have no density; wait for one up to
         # `LIVE_S` longer.

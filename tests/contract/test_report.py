@@ -93,7 +93,10 @@ def full(epochs=3, replicas=2, spans=4):
     history.timeline = Timeline(BEGAN)
     history.timeline.extend(spans_of(replicas, spans))
     for replica in range(replicas):
-        steps = [(n, StepRow(0, n, replica, 1 / n)) for n in range(1, 6)]
+        steps = [
+            (n, StepRow(epoch=0, step=n, replica=replica, loss=1 / n))
+            for n in range(1, 6)
+        ]
         history.steps.extend(steps)
     return history
 
@@ -247,7 +250,10 @@ def test_values_that_are_not_finite_have_a_place_in_tables_only(tmp_path):
 def test_a_long_run_of_many_replicas_has_a_file_of_a_few_megabytes(tmp_path):
     history = full(epochs=10_000, replicas=32, spans=1500)
     for replica in range(32):
-        steps = [(n, StepRow(0, n, replica, 1 / n)) for n in range(1, 10_001)]
+        steps = [
+            (n, StepRow(epoch=0, step=n, replica=replica, loss=1 / n))
+            for n in range(1, 10_001)
+        ]
         history.steps.extend(steps)
 
     page = page_of(history, tmp_path)

@@ -53,7 +53,8 @@ def fitted(model=layers, steps=3, **options):
     carried = {"steps_made": 7, "sent": {"*": (1e-3, 0.25)}}
     standing = FitState(trained, carried, epochs=2, class_count=2)
     history = History([{"epoch": 0, "loss": float("nan"), "waits": {"end": 0.5}}])
-    history.steps.extend([(10, StepRow(0, 10, 1, 0.5, kind="GAPS"))])
+    row = StepRow(epoch=0, step=10, replica=1, loss=0.5, kind="GAPS")
+    history.steps.extend([(10, row)])
     history.layers = LayerTable(["0.weight", "0.bias"])
     values = [0.5, -0.25, 0.25, bytes(range(4 * BINS))] * 3
     history.layers.extend([(2, LayerRow(0, 20, 1, 1, *values))])

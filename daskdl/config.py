@@ -77,13 +77,13 @@ class Timeouts:
 
     @classmethod
     def from_config(cls) -> "Timeouts":
-        """Return the configured timeouts: numbers of seconds, or text as "30s"."""
+        """Return the configured timeouts: numbers of seconds, or text like "30s"."""
         known = [field.name for field in fields(cls)]
         configured: Any = dask.config.get("daskdl.timeouts", None)
         for name in configured if isinstance(configured, dict) else ():
             if name not in known:
                 raise OptionError(
-                    f"daskdl.timeouts.{name} does not exist; there are "
+                    f"daskdl.timeouts.{name} does not exist; the timeouts are "
                     f"{', '.join(known)}"
                 )
         return cls(**{name: _seconds(name) for name in known})
@@ -98,7 +98,7 @@ def _seconds(name: str) -> float:
         return float(parse_timedelta(value, default="s"))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise OptionError(
-            f"daskdl.timeouts.{name} must be seconds or text as '30s', got {value!r}"
+            f"daskdl.timeouts.{name} must be seconds or text like '30s', got {value!r}"
         ) from error
 
 
@@ -110,13 +110,13 @@ dask.config.update_defaults(DEFAULTS)
 def check_type(name: str, value: object, wanted: type) -> None:
     """Refuse a value of another type."""
     if not isinstance(value, wanted):
-        hint = f"{wanted.__module__}.{wanted.__qualname__}"
+        kind = f"{wanted.__module__}.{wanted.__qualname__}"
         remedy = instead_of_class(value)
-        raise OptionError(f"{name} must be a {hint}, got {value!r}{remedy}")
+        raise OptionError(f"{name} must be a {kind}, got {value!r}{remedy}")
 
 
 def instead_of_class(value: object) -> str:
-    """Return what to type instead of a class, for the end of a message."""
+    """Return the end of a message that got a class where an instance is needed."""
     if not isinstance(value, type):
         return ""
     return f"; create one, {value.__name__}()"
@@ -164,8 +164,8 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """
     if value not in allowed:
         words = [*map(repr, allowed)]
-        few = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
-        raise OptionError(f"{name} must be {few}, got {value!r}")
+        choices = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
+        raise OptionError(f"{name} must be {choices}, got {value!r}")
 
 
 def check_bound(name: str, value: Any) -> None:

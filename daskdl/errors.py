@@ -1,4 +1,4 @@
-"""Every exception daskdl raises on purpose.
+"""Every exception that daskdl raises on purpose.
 
 DaskDLError
 ├── OptionError           an argument is out of range
@@ -23,7 +23,7 @@ MOST_OF_A_TRACEBACK = 20_000  # longest message with a traceback
 def shown(text: str, limit: int = 200) -> str:
     """Shorten long text by replacing its middle; escape what UTF-8 cannot encode.
 
-    File names may contain lone surrogates, which no message of Dask can carry.
+    File names may contain lone surrogates, which Dask's messages cannot encode.
 
     Example:
         >>> shown("weight" * 1000, limit=40)
@@ -40,11 +40,11 @@ def shown(text: str, limit: int = 200) -> str:
 class DaskDLError(Exception):
     """Base class of all errors that daskdl raises."""
 
-    _most = MOST_CHARACTERS
+    _limit = MOST_CHARACTERS
 
     def __str__(self) -> str:
         """Return the message, with the middle replaced if it is too long."""
-        return shown(super().__str__(), self._most)
+        return shown(super().__str__(), self._limit)
 
 
 class OptionError(DaskDLError, ValueError):
@@ -90,7 +90,7 @@ class RunError(DaskDLError, RuntimeError):
 class ReplicaError(RunError):
     """User code raised on a worker; the original traceback is in the message."""
 
-    _most = MOST_OF_A_TRACEBACK
+    _limit = MOST_OF_A_TRACEBACK
 
 
 class DivergedError(RunError):

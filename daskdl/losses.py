@@ -1,6 +1,6 @@
-"""What a loss says of outputs and labels: their kind, and whether scores are logits.
+"""What a loss implies: the kind of the labels, and the scale of the scores.
 
-Metrics, accuracies and probabilities of classes depend on it.
+Metrics, accuracies and class probabilities depend on both.
 """
 
 import functools
@@ -16,7 +16,7 @@ from daskdl.objective import ModelLoss, scored
 Scale = Literal["logits", "probabilities", "log_probabilities"]
 Labels = Literal["classes", "binary", "numbers"]  # indices or one-hot rows; 0 and 1
 
-# Labels and scores that torch's losses take; None: neither of the kinds above.
+# Labels and scores that torch's losses take; None: none of the kinds above.
 _LOSSES: dict[Any, tuple[Labels | None, Scale | None]] = {
     nn.CrossEntropyLoss: ("classes", "logits"),
     nn.MultiMarginLoss: ("classes", "logits"),
@@ -42,23 +42,23 @@ _LOSSES: dict[Any, tuple[Labels | None, Scale | None]] = {
     functional.smooth_l1_loss: ("numbers", None),
     functional.huber_loss: ("numbers", None),
 }
-ROUNDING = 2e-2  # error of a sum of probabilities in bfloat16, which has 8 bits
+ROUNDING = 2e-2  # largest error of a sum of bfloat16 probabilities (8-bit precision)
 
 
-def facts_of(loss: Any) -> tuple[Labels | None, Scale | None]:
-    """Return the labels that a loss takes and the scale of its scores, or None.
+def labels_and_scale(loss: Any) -> tuple[Labels | None, Scale | None]:
+    """Return the labels that a loss takes and the scale of its scores; None if unknown.
 
-    Attributes ``labels`` and ``scale`` of the loss have precedence.
+    Attributes ``labels`` and ``scale`` of the loss take precedence.
 
     Example:
-        >>> facts_of(nn.BCELoss()), facts_of(nn.MSELoss())
+        >>> labels_and_scale(nn.BCELoss()), labels_and_scale(nn.MSELoss())
         (('binary', 'probabilities'), ('numbers', None))
     """
     function = loss.func if isinstance(loss, functools.partial) else loss
     labels, scale = next(
         (
-            facts
-            for known, facts in _LOSSES.items()
+            kinds
+            for known, kinds in _LOSSES.items()
             if function is known
             or (isinstance(known, type) and isinstance(function, known))
         ),
@@ -75,9 +75,9 @@ def facts_of(loss: Any) -> tuple[Labels | None, Scale | None]:
 def scale_of(loss: Any, output: Any) -> Scale:
     """Return the scale of class scores.
 
-    The type of the loss or its attribute ``scale`` determines it. Otherwise, scores of
-    several classes are probabilities if they are >= 0 and sum to 1, log probabilities
-    if their exponentials sum to 1, and else logits.
+    The type of the loss or its attribute ``scale`` determines the scale. If neither
+    does, scores of several classes are probabilities if they are >= 0 and sum to 1, and
+    log probabilities if their exponentials sum to 1; all other scores are logits.
 
     Example:
         >>> scale_of(nn.BCELoss(), None)
@@ -85,19 +85,19 @@ def scale_of(loss: Any, output: Any) -> Scale:
         >>> scale_of(lambda output, y: output.sum(), torch.tensor([[0.25, 0.75]]))
         'probabilities'
     """
-    _, scale = facts_of(loss)
+    _, scale = labels_and_scale(loss)
     if scale is not None:
         return scale
     if isinstance(output, Tensor) and output.ndim > 1 and output.shape[1] > 1:
         scores = output.double()
-        if bool((scores >= 0).all()) and _is_one(scores.sum(dim=1)):
+        if bool((scores >= 0).all()) and _are_ones(scores.sum(dim=1)):
             return "probabilities"
-        if bool((scores <= 0).all()) and _is_one(scores.exp().sum(dim=1)):
+        if bool((scores <= 0).all()) and _are_ones(scores.exp().sum(dim=1)):
             return "log_probabilities"
     return "logits"
 
 
-def _is_one(sums: Tensor) -> bool:
+def _are_ones(sums: Tensor) -> bool:
     return torch.allclose(sums, torch.ones_like(sums), atol=ROUNDING, rtol=0)
 
 
@@ -118,35 +118,36 @@ def class_probabilities(output: Any, loss: Any) -> Tensor:
     """Convert the outputs of a batch to probabilities of classes.
 
     Args:
-        output: Scores (B, C) of classes; or, for a binary loss, (B,) or (B, 1) of class
-            1, or (B, L) of labels.
-        loss: Determines what they are.
+        output: Scores of C classes (B, C); or, for a binary loss, scores of class 1,
+            (B,) or (B, 1), or of L labels, (B, L).
+        loss: Determines the scale of the scores.
 
     Returns:
-        (B, C), the columns of a single binary score being classes 0 and 1; or (B, L).
+        Probabilities: (B, C); (B, 2), of classes 0 and 1, for one binary score per row;
+        or (B, L).
 
     Example:
         >>> class_probabilities(torch.tensor([[0.25]]), nn.BCELoss())
         tensor([[0.7500, 0.2500]])
     """
-    output, (labels, _) = scored(output), facts_of(loss)
+    output, (labels, _) = scored(output), labels_and_scale(loss)
     if isinstance(loss, ModelLoss) and isinstance(output, Mapping):
         output = output.get("logits", output)
     scale = scale_of(loss, output)
     binary = labels == "binary" or isinstance(loss, nn.SoftMarginLoss)
-    last = hasattr(loss, "aligned") and output.ndim > 2  # the axis of classes
-    scores = output.movedim(-1, 1) if last else output
-    chances = probabilities(scores, scale, over_classes=not binary).to(output.dtype)
+    classes_last = hasattr(loss, "aligned") and output.ndim > 2
+    scores = output.movedim(-1, 1) if classes_last else output
+    result = probabilities(scores, scale, over_classes=not binary).to(output.dtype)
     if binary and output.numel() == len(output):
-        chances = chances.reshape(-1, 1)
-        chances = torch.cat([1 - chances, chances], dim=1)
-    return chances.movedim(1, -1) if last else chances
+        result = result.reshape(-1, 1)
+        result = torch.cat([1 - result, result], dim=1)
+    return result.movedim(1, -1) if classes_last else result
 
 
 def aligned(loss: Any, output: Any, y: Any) -> tuple[Any, Any]:
     """Return outputs and labels in the shapes that torch's own losses take.
 
-    Losses of Keras take others, such as classes along the last axis.
+    Keras' losses take other shapes, for example with classes along the last axis.
     """
     align = getattr(loss, "aligned", None)
     return (output, y) if align is None or y is None else align(output, y)

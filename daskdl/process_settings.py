@@ -1,7 +1,7 @@
 """Settings of a process that its replicas share; the last replica restores them.
 
-The settings are torch's threads and random generators, the CUDA devices, and whether
-glibc keeps freed memory.
+The settings are torch's number of threads and random generators, the CUDA devices, and
+whether glibc keeps freed memory.
 """
 
 import contextlib
@@ -32,13 +32,16 @@ class _Setting(Generic[T]):
         self._originals: list[T] = []  # the original value, once per active replica
 
     @contextlib.contextmanager
-    def kept(self, now: T | None = None) -> Iterator[None]:
-        """Context manager: restore the setting when the last replica leaves."""
+    def kept(self, value: T | None = None) -> Iterator[None]:
+        """Context manager: restore the setting when the last replica leaves.
+
+        A `value` other than None is written on entry.
+        """
         with self._lock:
             original = self._originals[0] if self._originals else self._read()
             self._originals.append(original)
-            if now is not None:
-                self._write(now)
+            if value is not None:
+                self._write(value)
         try:
             yield
         finally:
@@ -72,21 +75,22 @@ def _generator(device: torch.device) -> _Setting[Tensor]:
 def random_state_kept(device: torch.device) -> Iterator[None]:
     """Context manager: restore the random generators of the CPU and the device."""
     with contextlib.ExitStack() as stack:
-        for each in {torch.device("cpu"), device}:
-            stack.enter_context(_generator(each).kept())
+        for place in {torch.device("cpu"), device}:
+            stack.enter_context(_generator(place).kept())
         yield
 
 
 def generators(device: torch.device) -> dict[str, Tensor]:
     """Return the current random states of the CPU and the device, by device type."""
-    return {e.type: _read_generator(e) for e in {torch.device("cpu"), device}}
+    places = {torch.device("cpu"), device}
+    return {place.type: _read_generator(place) for place in places}
 
 
 def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
     """Restore the result of `generators`, for the device types in use."""
-    for each in {torch.device("cpu"), device}:
-        if each.type in states:
-            _write_generator(each, states[each.type])
+    for place in {torch.device("cpu"), device}:
+        if place.type in states:
+            _write_generator(place, states[place.type])
 
 
 _threads = _Setting(torch.get_num_threads, torch.set_num_threads)
@@ -97,8 +101,8 @@ def torch_threads(count: int) -> AbstractContextManager[None]:
     return _threads.kept(count)
 
 
-_lock_devices = threading.Lock()
-_users_devices: Counter[int] = Counter()  # active replicas, by CUDA device number
+_device_lock = threading.Lock()
+_replicas_by_device: Counter[int] = Counter()  # keys: numbers of CUDA devices
 
 
 @contextlib.contextmanager
@@ -109,8 +113,8 @@ def device_for(device: str) -> Iterator[torch.device]:
     ``"cuda"`` without a number.
 
     Args:
-        device: ``"auto"`` takes the first CUDA device with the fewest replicas of this
-            process, and the CPU without CUDA. Else the name of a torch device.
+        device: ``"auto"``, which is the first CUDA device with the fewest replicas of
+            this process, or the CPU without CUDA; or the name of a torch device.
 
     Raises:
         OptionError: If this process does not have the device.
@@ -121,18 +125,18 @@ def device_for(device: str) -> Iterator[torch.device]:
         check_device(device)
         chosen = torch.device(device)
     elif count := _device_count():
-        with _lock_devices:
-            number = min(range(count), key=_users_devices.__getitem__)
-            _users_devices[number] += 1
+        with _device_lock:
+            number = min(range(count), key=_replicas_by_device.__getitem__)
+            _replicas_by_device[number] += 1
         chosen = torch.device("cuda", number)
-    cuda = chosen.type == "cuda" and chosen.index is not None
+    numbered = chosen.type == "cuda" and chosen.index is not None
     try:
-        with torch.cuda.device(chosen) if cuda else contextlib.nullcontext():
+        with torch.cuda.device(chosen) if numbered else contextlib.nullcontext():
             yield chosen
     finally:
         if number is not None:
-            with _lock_devices:
-                _users_devices[number] -= 1
+            with _device_lock:
+                _replicas_by_device[number] -= 1
 
 
 def _device_count() -> int:
@@ -140,14 +144,14 @@ def _device_count() -> int:
 
 
 def check_device(device: str) -> None:
-    """Check that this process has a CUDA device."""
+    """Refuse a CUDA device that this process does not have."""
     if device == "auto" or torch.device(device).type != "cuda":
         return
     count = _device_count()
     if (torch.device(device).index or 0) >= count:
         raise OptionError(
             f"device {device!r} does not exist: torch finds {count} CUDA devices in "
-            "this process; use device='auto', which is CUDA where available and else "
+            "this process; use device='auto', which is CUDA if available and otherwise "
             "the CPU, or make sure that every worker has the device"
         )
 
@@ -164,47 +168,37 @@ class MallocSetting(NamedTuple):
 
 
 SETTINGS = (
-    # glibc's limit: larger blocks are always mapped anew.
+    # The largest value that glibc accepts: larger blocks are always mapped anew.
     MallocSetting(-3, "MALLOC_MMAP_THRESHOLD_", 32 * 2**20),
     MallocSetting(-1, "MALLOC_TRIM_THRESHOLD_", 2**30),
     # Heaps of threads are smaller. The padding is reserved, but not touched.
     MallocSetting(-2, "MALLOC_TOP_PAD_", 64 * 2**20),
 )
 
-_memory_lock = threading.Lock()
-_memory_users: list[None] = []
+
+def _keep_freed_memory(keep: bool) -> None:
+    """Change the settings, or restore them and return freed memory to the system."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):  # not glibc
+        return
+    for number, variable, kept_bytes in SETTINGS:
+        configured = os.environ.get(variable, "")
+        former_bytes = int(configured) if configured.isdigit() else DEFAULT_BYTES
+        libc.mallopt(number, kept_bytes if keep else former_bytes)
+    if not keep:
+        libc.malloc_trim(0)
 
 
-@contextlib.contextmanager
-def freed_memory_kept() -> Iterator[None]:
-    """Keep freed memory for reuse, instead of returning it to the system.
+_freed_memory = _Setting(lambda: False, _keep_freed_memory)
+
+
+def freed_memory_kept() -> AbstractContextManager[None]:
+    """Context manager: keep freed memory for reuse instead of returning it.
 
     Works for blocks up to 32 MiB under glibc; has no effect elsewhere. When the last
-    context exits, it returns the memory and restores the settings.
+    context exits, the memory is returned to the system and the settings are restored.
     """
-    with _memory_lock:
-        _memory_users.append(None)
-        if len(_memory_users) == 1:
-            _set_malloc({s.number: s.kept_bytes for s in SETTINGS})
-    try:
-        yield
-    finally:
-        with _memory_lock:
-            _memory_users.pop()
-            if not _memory_users:
-                asked = [os.environ.get(s.variable, "") for s in SETTINGS]
-                sizes = [int(n) if n.isdigit() else DEFAULT_BYTES for n in asked]
-                _set_malloc({s.number: n for s, n in zip(SETTINGS, sizes, strict=True)})
-                trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-                if trim is not None:
-                    trim(0)
-
-
-def _set_malloc(sizes: Mapping[int, int]) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for number, size in sizes.items():
-            mallopt(number, size)
+    return _freed_memory.kept(True)
 
 
 @contextlib.contextmanager

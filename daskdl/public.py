@@ -1,7 +1,7 @@
-"""The public names: imported as a whole with the first one that is used.
+"""The public names of daskdl, imported together when the first of them is used.
 
-A module of its own, so that ``import daskdl`` imports neither torch nor distributed,
-and type checkers see plain imports.
+They have a separate module, so that ``import daskdl`` imports neither torch nor
+distributed, and type checkers see plain imports.
 """
 
 from daskdl.callbacks import (

@@ -16,7 +16,7 @@ from torch import nn
 
 from daskdl.errors import DataError, OptionError
 from daskdl.keras.compiled import resolved_loss
-from daskdl.losses import facts_of
+from daskdl.losses import labels_and_scale
 from daskdl.objective import Loss
 from daskdl.trainer import Trainer
 
@@ -169,7 +169,7 @@ class Classifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         self.classes_, indices = np.unique(y, return_inverse=True)
         loss = nn.CrossEntropyLoss() if self.loss is None else resolved_loss(self.loss)
         outputs = len(self.classes_)
-        if facts_of(loss)[0] == "binary":
+        if labels_and_scale(loss)[0] == "binary":
             if outputs != 2:
                 raise DataError(
                     f"loss {loss!r} takes two classes, got {outputs}: take "

@@ -39,7 +39,7 @@ from daskdl.inference.predict import Postprocess
 from daskdl.inference.predict import predict as predict_with
 from daskdl.inference.predictor import Predictor
 from daskdl.keras.compiled import Compiled, resolved_loss
-from daskdl.losses import class_probabilities, facts_of
+from daskdl.losses import class_probabilities, labels_and_scale
 from daskdl.objective import Loss, Objective, objective_of
 from daskdl.observe.history import History
 from daskdl.training import trainer_state
@@ -727,7 +727,7 @@ class Trainer:
         Raises:
             OptionError: If the scale of the loss's scores is unknown.
         """
-        if facts_of(self._objective)[1] is None:
+        if labels_and_scale(self._objective)[1] is None:
             raise OptionError(
                 "predict_proba needs a classification loss, such as CrossEntropyLoss "
                 f"or BCEWithLogitsLoss, got {self.loss!r}; give your own loss an "

@@ -37,7 +37,7 @@ from daskdl.data.source import Source
 from daskdl.errors import DataError, OptionError
 from daskdl.evaluation.report import Evaluation
 from daskdl.keras.compiled import OutputLosses, resolved_loss
-from daskdl.losses import aligned, facts_of
+from daskdl.losses import aligned, labels_and_scale
 from daskdl.objective import (
     Logs,
     Loss,
@@ -444,7 +444,7 @@ def right_labels(loss: Any, output: Tree, y: Tree) -> tuple[Tensor, Tensor] | No
         ignored, best = checks.ignored_label(loss), output.max(dim=1)
         counted = torch.ones_like(y).bool() if ignored is None else y != ignored
         return (best.indices == y) & ~best.values.isnan(), counted
-    kind, scale = facts_of(loss)
+    kind, scale = labels_and_scale(loss)
     tensors = isinstance(output, Tensor) and isinstance(y, Tensor)
     if not tensors or output.shape != y.shape:
         return None
@@ -461,7 +461,7 @@ def right_labels(loss: Any, output: Tree, y: Tree) -> tuple[Tensor, Tensor] | No
 def has_accuracy(loss: Any, output: Tree, y: Tree) -> bool:
     """Whether an accuracy is defined for such labels."""
     predicted = right_labels(loss, output, y)
-    if predicted is None or facts_of(checks.unweighted(loss))[0] != "binary":
+    if predicted is None or labels_and_scale(checks.unweighted(loss))[0] != "binary":
         return predicted is not None
     return bool(predicted[1].all())
 

@@ -30,7 +30,7 @@ from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation import report, streaming
 from daskdl.evaluation.report import Section
 from daskdl.evaluation.streaming import MASKED
-from daskdl.losses import Labels, Scale, facts_of, probabilities, scale_of
+from daskdl.losses import Labels, Scale, labels_and_scale, probabilities, scale_of
 
 Pair = tuple[Any, Any]  # predictions and targets for torchmetrics
 
@@ -59,7 +59,7 @@ class MetricSet(ABC):
         self, loss: Any, output: Tree, y: Tree, classes: Sequence[str] | None
     ) -> SampleBatch:
         """Return the sample for these metrics of such outputs and labels."""
-        scale, (labels, _) = scale_of(loss, output), facts_of(loss)
+        scale, (labels, _) = scale_of(loss, output), labels_and_scale(loss)
         return SampleBatch(output, y, scale, classes, ignored_label(loss), labels)
 
     def numbers(self, sample: SampleBatch) -> list[str]:

@@ -138,7 +138,7 @@ class TestStepTable:
 
         assert len(steps) == 3
         assert steps[0].keys() == STEP_COLUMNS.keys()
-        assert table([(1, FULL)])[0] == FULL._asdict()
+        assert table([(1, FULL)])[0] == vars(FULL)
         assert steps[-1]["step"] == 30
         assert [row["step"] for row in steps] == [10, 20, 30]
         assert [row["step"] for row in steps[1:]] == [20, 30]

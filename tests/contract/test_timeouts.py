@@ -47,13 +47,13 @@ def test_text_may_have_a_unit_and_a_plain_number_is_seconds(value, seconds):
     [
         *((name, 0, f"daskdl.timeouts.{name} must be > 0 s, got 0") for name in NAMES),
         *(
-            ("stop", bad, f"stop must be seconds or text as '30s', got {bad!r}")
+            ("stop", bad, f"stop must be seconds or text like '30s', got {bad!r}")
             for bad in (-1.0, float("nan"), "soon", "3 bananas", "-5s", [1], None)
         ),
         (
             "sillence",
             "5s",
-            "daskdl.timeouts.sillence does not exist; there are join, request, "
+            "daskdl.timeouts.sillence does not exist; the timeouts are join, request, "
             "silence, stop, rejoin, data",
         ),
     ],

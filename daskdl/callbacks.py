@@ -1,7 +1,7 @@
-"""Callbacks: the base class and the built-in callbacks.
+"""The base class of callbacks, and the built-in callbacks.
 
 `Evaluate`, `EarlyStopping`, `Checkpoint` and `LayerMonitor` are plain rules that the
-training loop applies; the other callbacks implement the hooks.
+training loop applies; the other callbacks implement hooks.
 """
 
 import functools
@@ -25,7 +25,7 @@ class FitBegin(NamedTuple):
     """A fit that is about to begin; all options and data have been checked."""
 
     replicas: int  # initial replicas; others may join, and replicas may leave
-    epochs: int  # most epochs of this fit
+    epochs: int  # largest number of epochs of this fit
     epochs_before: int  # epochs of earlier fits of the trainer
     batch_size: int  # rows per batch of each replica
     examples: int | None  # examples in one epoch; None: unknown
@@ -37,17 +37,17 @@ class EpochBegin(NamedTuple):
 
     replica: int
     epoch: int  # from 0
-    replicas: int  # replicas training now, including this one; this replica's view
-    learning_rate: float  # rate of the first parameter group; NaN: it has none
+    replicas: int  # replicas training now, including this one, as far as it knows
+    learning_rate: float  # rate of the first parameter group; NaN without one
 
 
 class _StepFields(NamedTuple):
     replica: int
-    epoch: int  # from 0
-    number: int  # number of the step in this replica, from 1
-    loss: float  # mean over the labels of this step; 0 if none counts
-    examples: int  # rows of this step, over all accumulated batches
-    learning_rate: float  # rate of the first parameter group in this step, or NaN
+    epoch: int
+    number: int
+    loss: float
+    examples: int
+    learning_rate: float
 
 
 class Step(_StepFields):
@@ -57,10 +57,10 @@ class Step(_StepFields):
         replica: Number of the replica.
         epoch: Counted from 0.
         number: Number of the step in this replica, from 1.
-        loss: Mean over the rows of this step.
+        loss: Mean over the labels of this step that count; 0 if none counts.
         examples: Rows of this step, over all accumulated batches.
         learning_rate: Rate of the first parameter group in this step, or NaN.
-        stopped: Why the fit is to end; None: it continues.
+        stopped: Reason passed to :meth:`stop`; None if it was not called.
     """
 
     stopped: str | None = None
@@ -74,8 +74,8 @@ class Step(_StepFields):
         resume. `fit` returns as usual, and `history.stopping` has the reason.
 
         Args:
-            reason: Added to ``history.stopping.details``; the middle of a text of more
-                than 500 characters is replaced.
+            reason: Added to ``history.stopping.details``; beyond 500 characters, the
+                middle of the text is replaced.
 
         Raises:
             OptionError: If the reason is not a string.
@@ -127,7 +127,8 @@ class Callback:
     `on_fit_end`        on the client, once, also when the fit ended early
     ==================  ======================================================
 
-    Hooks return nothing; True or False, which end a fit elsewhere, are an error.
+    Hooks return nothing; True and False, which stop a fit in other libraries, raise an
+    error.
 
     An instance that overrides a hook of the workers is pickled once, when the fit
     begins, and each replica has its own copy: attributes set by these hooks stay on
@@ -183,15 +184,15 @@ class Callback:
     def on_fit_end(self, end: FitEnd) -> None:
         """Run on the client when the replicas have left and `model_` is set.
 
-        The hook runs whenever `on_fit_begin` has returned, in reverse order of the
-        callbacks. `fit` raises an exception of this hook; if the fit has already failed
-        with an error, `fit` raises that error, with a note of the exception.
+        The hook runs if `on_fit_begin` has returned, in reverse order of the callbacks.
+        `fit` raises an exception of this hook; if the fit has already failed with an
+        error, `fit` raises that error, with a note about the exception.
         """
 
 
 @dataclass(frozen=True)
 class Evaluate(Callback):
-    """Evaluate the validation data every n-th epoch, and in the last one of the fit.
+    """Evaluate the validation data in every n-th epoch and in the last one of a fit.
 
     An :class:`~daskdl.EarlyStopping` that monitors a validation score adds evaluations
     in the epochs that it checks. Without either callback, every epoch is evaluated. In
@@ -271,13 +272,13 @@ class EarlyStopping(Callback):
         mode: Whether the smallest or the largest score is the best; ``"auto"``: the
             largest accuracy and the smallest loss; not for other scores.
         target: Score at which the fit ends; None: no target.
-        max_seconds: Time limit from the moment all replicas have joined; the current
-            epoch is completed. None: no limit.
+        max_seconds: Time limit, measured from the moment when all replicas have joined;
+            the current epoch is completed. None: no limit.
         every: Check the score in every n-th epoch of the fit, and in the last one.
             Validation scores, if monitored, are computed only in these epochs and in
             those of an :class:`~daskdl.Evaluate`.
-        check_finite: Whether a NaN or infinite score ends the fit. Otherwise it counts
-            as no improvement.
+        check_finite: Whether a NaN or infinite score ends the fit; if not, it does not
+            count as an improvement.
         restore_best: Whether the fit returns the model that all replicas agreed on at
             the end of the best epoch. Each replica keeps a copy: 4 bytes per parameter.
             Optimizer and schedule keep their final state.
@@ -337,7 +338,7 @@ class EarlyStopping(Callback):
 
         Args:
             score: Score of an epoch.
-            on: Score of another epoch; NaN: any score is an improvement.
+            on: Score of another epoch; any score improves on NaN.
         """
         return self.is_better(score, on) and not abs(score - on) < self.min_delta
 
@@ -378,17 +379,17 @@ class Checkpoint(Callback):
     Args:
         url: A folder: a path or an fsspec URL, such as ``s3://bucket/run-17``, that all
             workers and the client share.
-        every: ``"epoch"``, or a number of epochs. Or steps of each replica,
-            ``"500 steps"``, or a time, ``"10 minutes"``: replicas then also meet at
-            barriers in mid-epoch, that many steps or that long after the last one. The
-            end of a fit always writes a checkpoint.
+        every: ``"epoch"``, a number of epochs, a number of steps of each replica, such
+            as ``"500 steps"``, or a time, such as ``"10 minutes"``. With steps or a
+            time, replicas also meet at barriers in mid-epoch, that many steps or that
+            long after the last one. The end of a fit always writes a checkpoint.
         keep_last: Number of newest checkpoints to keep, >= 1; None: all.
         keep_every: Also keep every n-th checkpoint of the fit; None: keep no others.
         keep_best: Also keep the checkpoint with the best value in this column of the
             history, see `monitor` of :class:`EarlyStopping`; None: keep no others.
         mode: See :class:`EarlyStopping`.
         storage_options: fsspec options of `url`, such as credentials, also for the
-            workers. They are never saved: not in a checkpoint, and not with a trainer.
+            workers. They are saved neither in checkpoints nor with a trainer.
 
     Raises:
         OptionError: If an argument is out of range; when the fit begins, if the score
@@ -418,7 +419,7 @@ class Checkpoint(Callback):
             raise OptionError(
                 f"url must be the URL or path of a folder, got {self.url!r}"
             )
-        # Text, so that a trainer with this callback can be saved.
+        # A string, so that a trainer with this callback can be saved.
         object.__setattr__(self, "url", os.fspath(self.url))
         if isinstance(self.every, str):
             self._check_interval(self.every)
@@ -429,7 +430,9 @@ class Checkpoint(Callback):
         if self.keep_best is not None:
             check_monitored("keep_best", self.keep_best, self.mode)
         elif self.mode != "auto":
-            raise OptionError(f"mode={self.mode!r} is for keep_best, got None")
+            raise OptionError(
+                f"mode={self.mode!r} has no effect without keep_best; leave it out"
+            )
         if not isinstance(self.storage_options, Mapping | None):
             kind = type(self.storage_options).__name__
             raise OptionError(f"storage_options must be a dict or None, got a {kind}")
@@ -476,9 +479,9 @@ class LayerMonitor(Callback):
     reads parameters, gradients and updates a few times; other steps cost nothing.
 
     Args:
-        every: Steps of a replica between two samples: steps divisible by it, counted
-            from 1, are sampled. A replica that has more than 512 rows to report drops
-            every second sample, and takes half as many from then on.
+        every: Steps of a replica between two samples: the steps whose number, counted
+            from 1, is divisible by `every`. A replica with more than 512 rows to report
+            drops every second sample, and samples half as often from then on.
 
     Raises:
         OptionError: If `every` is not a whole number >= 1.
@@ -499,10 +502,10 @@ class LayerMonitor(Callback):
 
 
 class PrintProgress(Callback):
-    """Print a line for each epoch, and one at the end if the fit ended early.
+    """Print a line for each epoch, and another one if the fit ends early.
 
-    The line has the loss, what a step logs, and the scores of the validation data that
-    the epoch has. The callback runs on the client.
+    The line has the loss, the logs of a step, and the scores of the validation data if
+    the epoch has any. The callback runs on the client.
 
     Args:
         stream: Text stream to write to; None: the current standard output.
@@ -554,11 +557,11 @@ class PrintProgress(Callback):
 class TensorBoard(Callback):
     """Write the history for TensorBoard, which ``tensorboard --logdir FOLDER`` shows.
 
-    The callback runs on the client. After each epoch it writes the numbers of its row
-    as ``epoch/NAME``, and at the end of a fit the sampled steps of each replica as
-    ``steps/NAME/replica N``, with :class:`~daskdl.LayerMonitor` norms and ratio as
-    ``layers/NAME/PARAMETER``, means over the replicas, and the options as text. Further
-    fits with this instance continue the curves.
+    The callback runs on the client. After each epoch, it writes the numbers of the
+    epoch's row as ``epoch/NAME``. At the end of a fit, it writes the sampled steps of
+    each replica as ``steps/NAME/replica N``, the options as text, and, with
+    :class:`~daskdl.LayerMonitor`, norms and ratios as ``layers/NAME/PARAMETER``, as
+    means over the replicas. Further fits with this instance continue the curves.
 
     Args:
         folder: Folder of the event files. Use a separate folder for each training;
@@ -580,7 +583,8 @@ class TensorBoard(Callback):
             SummaryWriter, os.fspath(folder)
         )
         self._writer: Any = None  # while a fit runs
-        self._epochs = self._steps = 0  # of earlier fits; steps of the longest replica
+        self._epochs = 0  # of earlier fits
+        self._steps = 0  # of earlier fits, in the replica with the most steps
 
     @override
     def on_fit_begin(self, fit: FitBegin) -> None:
@@ -595,16 +599,16 @@ class TensorBoard(Callback):
 
     @override
     def on_fit_end(self, end: FitEnd) -> None:
-        most = 0
+        last_step = 0
         for row in end.history.steps:
-            most = max(most, row["step"])
+            last_step = max(last_step, row["step"])
             suffix = f"/replica {row['replica']}"
             self._add("steps", row, self._steps + row["step"], suffix)
         for name, steps in end.history.layers.means().items():
             for step, norms in steps.items():
-                most = max(most, step)
+                last_step = max(last_step, step)
                 self._add("layers", norms, self._steps + step, f"/{name}")
-        self._steps += most
+        self._steps += last_step
         run = end.history.run
         lines = [f"    {n}: {v}" for n, v in {**run.options, **run.versions}.items()]
         self._writer.add_text("options", "\n".join(lines), self._epochs)

@@ -594,7 +594,7 @@ def check(scheduler: str | None, seconds: float) -> None:
         contextlib.ExitStack() as stack,
     ):
         client = connected or stack.enter_context(util.local_client())
-        click.echo(util.OWN)
+        click.echo(util.CLIENT_VERSIONS)
         answers = util.versions_of(client).items()
         unusable = {
             who: what for who, answer in answers if (what := util.mismatch(answer))

@@ -1,7 +1,7 @@
-"""How a model is called, and the objective of training: a loss, or the user's own step.
+"""Calls of a model, and the training objective: a loss, or the user's own step.
 
-Hides how forward takes several inputs, and which of its outputs a loss gets. Code that
-runs a model on labelled rows accepts either objective.
+This module decides how ``forward`` receives several inputs, and which of its outputs a
+loss receives. Code that runs a model on labelled rows accepts either objective.
 """
 
 import functools
@@ -33,7 +33,7 @@ class OwnStep:
 
 
 class ModelLoss(OwnStep):
-    """The loss that a model returns with its output, as those of transformers do."""
+    """The loss that a model returns with its output, like transformers' models."""
 
 
 Objective = Loss | OwnStep
@@ -42,7 +42,7 @@ Objective = Loss | OwnStep
 def objective_of(loss: Any, step: Any) -> Objective:
     """Return the objective for a trainer's `loss` and `step`.
 
-    A loss is returned unchecked; without both, it is the model's own.
+    A loss is returned unchecked. Without loss and step, the model returns the loss.
     """
     if loss is not None and step is not None:
         raise OptionError(
@@ -60,10 +60,10 @@ def objective_of(loss: Any, step: Any) -> Objective:
 
 
 def loss_and_logs(returned: Any) -> tuple[Any, Logs]:
-    """Split what a step returns: the loss, ``(loss, logs)``, or a dict with "loss".
+    """Split the result of a step: the loss, ``(loss, logs)``, or a dict with "loss".
 
-    Of an object that has both a ``loss`` and other outputs, as models of transformers
-    return it, only the loss is taken.
+    If the result is an object with a ``loss``, like that of transformers' models, its
+    other attributes are ignored.
 
     Raises:
         ModelError: If a dict has no "loss", or a log is not one number.
@@ -78,7 +78,7 @@ def loss_and_logs(returned: Any) -> tuple[Any, Logs]:
         if "loss" not in logs:
             raise ModelError(
                 f"step must return a dict with 'loss', got the keys {list(logs)}; or "
-                "the loss alone, or (loss, logs)"
+                "return the loss alone, or (loss, logs)"
             )
         returned = logs.pop("loss")
     match returned:
@@ -92,8 +92,8 @@ def loss_and_logs(returned: Any) -> tuple[Any, Logs]:
             )
             raise ModelError(
                 f"step must log numbers or tensors of one element, got {name!r}: "
-                f"{shown}; return its mean(), or leave it out: (loss, logs) logs only "
-                "what is in logs"
+                f"{shown}; return its mean(), or return (loss, logs) with logs that "
+                "leave it out"
             )
     return returned, logs
 
@@ -109,10 +109,10 @@ def batch_loss_and_logs(
 
 
 def scored(output: Any) -> Any:
-    """Return the output that a loss and metrics get.
+    """Return the output that a loss and metrics receive.
 
-    Of an object with ``logits``, as transformers' models return it, these. Tensors,
-    tuples and plain dicts stay as they are.
+    If the output is an object with ``logits``, like that of transformers' models, these
+    are the ``logits``. Tensors, tuples and plain dicts are returned unchanged.
 
     Example:
         >>> class Output(dict):
@@ -127,7 +127,7 @@ def scored(output: Any) -> Any:
 
 
 def picked(output: Any, which: str | int | None) -> Any:
-    """Return one of a model's outputs, by name or position; all, if `which` is None.
+    """Return one of a model's outputs by name or position; all if `which` is None.
 
     Raises:
         OptionError: If there is no such output.
@@ -135,30 +135,30 @@ def picked(output: Any, which: str | int | None) -> Any:
     if which is None:
         return output
     if isinstance(output, Mapping):
-        several = dict(output)
+        outputs = dict(output)
     elif isinstance(output, tuple):
         names = getattr(output, "_fields", range(len(output)))
-        several = dict(zip(names, output, strict=True))
+        outputs = dict(zip(names, output, strict=True))
     else:
-        several = getattr(output, "__dict__", {})
-    values = list(several.values())
-    if which in several:
-        return several[which]
+        outputs = getattr(output, "__dict__", {})
+    values = list(outputs.values())
+    if which in outputs:
+        return outputs[which]
     if not isinstance(which, str) and -len(values) <= which < len(values):
         return values[which]
-    if not several:
+    if not outputs:
         raise OptionError(
             f"output={which!r} selects one of several outputs, but the model returns a "
             f"single {type(output).__name__}: leave output out"
         )
     raise OptionError(
         f"output={which!r} is not among the model's outputs, "
-        f"{', '.join(map(repr, several))}"
+        f"{', '.join(map(repr, outputs))}"
     )
 
 
 class OneOutput(nn.Module):
-    """A model of which only one output is wanted, see `picked`."""
+    """A model that returns only one of its outputs, see `picked`."""
 
     def __init__(self, model: nn.Module, which: str | int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def model_loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Any, Any]:
         batch: x, and y or None. If y is given, the model gets it as ``labels``.
 
     Returns:
-        The loss, the output for metrics, and the labels: y, or those in a dict x.
+        The loss, the output for metrics, and the labels: y, or ``x["labels"]``.
 
     Raises:
         ModelError: If the output has no loss.
@@ -195,10 +195,10 @@ def model_loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Any, Any]:
     labels_argument: dict[str, Any] = {}
     if y is not None and labels_in_x is not None:
         raise ModelError(
-            "labels are passed both as y and as X['labels']; leave out one of them"
+            "labels are passed both as y and as X['labels']; leave one of them out"
         )
     if y is None and isinstance(labels_in_x, Tensor) and labels_in_x.dtype in _INTEGERS:
-        labels = labels_in_x.long()  # class indices, as `to_device` makes them of y
+        labels = labels_in_x.long()  # class indices, converted like y in `to_device`
         x = {**x, "labels": labels}
     elif y is not None:
         x, labels_argument = _labelled(module, x, y)
@@ -209,20 +209,20 @@ def model_loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Any, Any]:
         shown = f" with {', '.join(map(repr, fields))}" if fields else ""
         raise ModelError(
             f"{_NO_LOSS}, but {type(module).__name__} returned a "
-            f"{type(output).__name__}{shown}, and no 'loss', which models of "
-            "transformers compute from labels, given as y or X['labels']"
+            f"{type(output).__name__}{shown}, without 'loss'; transformers' models "
+            "compute it from labels, passed as y or X['labels']"
         )
     return loss, fields.get("logits", output), labels
 
 
 def _labelled(module: nn.Module, x: Any, y: Any) -> tuple[Any, dict[str, Any]]:
-    """Return x with y as ``labels``, or x and further arguments."""
+    """Return x with y as ``labels``, or x and y as a keyword argument."""
     signature, named = _signature(module), isinstance(x, Mapping)
     merged = {**x, "labels": y} if named else {}
     if signature is not None and _unknown(signature, {"labels": y}):
         if named and way_of(module, x) == "one":
             return merged, {}
-        raise ModelError(f"{_NO_LOSS}: it gets y as 'labels', but {takes(module)}")
+        raise ModelError(f"{_NO_LOSS} from y, its 'labels', but {takes(module)}")
     if named and way_of(module, merged) == "keywords":
         return merged, {}
     return x, {"labels": y}
@@ -234,8 +234,8 @@ def _loss_alone(module: nn.Module, batch: Batch) -> Tensor:
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.uint8)
 _NO_LOSS = (
-    "loss must be given, such as loss=torch.nn.CrossEntropyLoss(), or a step; without "
-    "both, the model returns its loss"
+    "pass loss=, such as torch.nn.CrossEntropyLoss(), or step=; without both, the "
+    "model must compute its own loss"
 )
 
 
@@ -248,7 +248,7 @@ class Penalised(ABC):
 
 
 def on_device(objective: Objective, device: torch.device) -> Objective:
-    """Move the objective's tensors, such as class weights; modules change in place."""
+    """Move the objective's tensors, such as class weights; change modules in place."""
     holder = objective.function if isinstance(objective, OwnStep) else objective
     if isinstance(holder, nn.Module):
         holder.to(device)
@@ -275,15 +275,16 @@ _ways: WeakKeyDictionary[nn.Module, dict[Any, Way]] = WeakKeyDictionary()
 def call(module: nn.Module, x: Any, **arguments: Any) -> Any:
     """Run a model on x.
 
-    A dict is passed by keyword if forward takes its keys and names at least one of
-    them, or takes nothing else; a tuple by position if forward takes several arguments,
-    and so many. Anything else is one argument. A named tuple may be passed in each of
-    these ways. This is decided once for each model and structure. For a wrapper whose
-    forward takes anything, such as that of `torch.compile`, the wrapped module decides.
+    A dict is passed by keyword if ``forward`` accepts all its keys, and names one of
+    them or does not accept a single argument. A tuple is passed by position if
+    ``forward`` takes several arguments and accepts that many. Anything else is passed
+    as one argument. A named tuple may be passed in any of these ways. The choice is
+    made once for each model and structure. If ``forward`` accepts any arguments, like a
+    module of `torch.compile`, the signature of the wrapped module decides.
 
     Raises:
-        ModelError: If forward takes some keys of a dict and not the others, or several
-            arguments and not so many.
+        ModelError: If ``forward`` accepts some keys of a dict but not all, or takes
+            several arguments but not as many as the tuple has.
 
     Example:
         >>> x = torch.ones(1, 2)
@@ -299,7 +300,7 @@ def call(module: nn.Module, x: Any, **arguments: Any) -> Any:
 
 
 def way_of(module: nn.Module, x: Any) -> Way:
-    """Return how `call` passes x, see there."""
+    """Return how `call` passes x."""
     if isinstance(x, Tensor) or not isinstance(x, Mapping | tuple):
         return "one"
     ways = _ways.setdefault(module, {})
@@ -315,7 +316,7 @@ def _fields(x: Any) -> Mapping[Any, Any]:
 
 
 def _way(module: nn.Module, x: Any) -> Way:
-    """Decide how a dict or a tuple is passed."""
+    """Return how a dict or a tuple is passed."""
     signature = _signature(module)
     if signature is None:
         return "one"
@@ -327,8 +328,8 @@ def _way(module: nn.Module, x: Any) -> Way:
         if (taken or not alone) and not unknown and _binds(signature, **fields):
             return "keywords"
         if isinstance(x, Mapping):
-            # forward(batch, mask=None) may get {"ids": ..., "mask": ...} as its batch,
-            # and forward(x) may get {"x": ..., "size": ...}.
+            # {"ids": ..., "mask": ...} may be the batch of forward(batch, mask=None),
+            # and {"x": ..., "size": ...} the x of forward(x).
             names = list(signature.parameters)
             if taken and not (alone and (names[0] not in fields or not names[1:])):
                 wrong = [f"{key!r} is none of them" for key in unknown]
@@ -340,9 +341,9 @@ def _way(module: nn.Module, x: Any) -> Way:
                     and name not in fields
                 ]
                 raise ModelError(
-                    f"{takes(module)}, and X has {', '.join(map(repr, fields))}: "
-                    f"{', '.join(wrong)}; name the keys of X like these arguments, and "
-                    "leave out others"
+                    f"{takes(module)}, but X has {', '.join(map(repr, fields))}: "
+                    f"{', '.join(wrong)}; rename the keys of X to these arguments, and "
+                    "leave the others out"
                 )
             return "one"
     kinds = [parameter.kind for parameter in signature.parameters.values()]
@@ -353,14 +354,14 @@ def _way(module: nn.Module, x: Any) -> Way:
             return "positions"
         if not _binds(signature, None):
             raise ModelError(
-                f"{takes(module)}, and X is a tuple of {len(x)}; give as many, or a "
-                "dict of these names"
+                f"{takes(module)}, but X is a tuple of {len(x)}; pass one value for "
+                "each argument, or a dict with these keys"
             )
     return "one"
 
 
 def takes(module: nn.Module) -> str:
-    """Name the arguments of forward, for messages."""
+    """Describe the arguments of ``forward``, for messages."""
     signature = _signature(module)
     names = ["anything"]
     if signature is not None:
@@ -376,7 +377,7 @@ def takes(module: nn.Module) -> str:
 
 
 def _signature(module: nn.Module) -> inspect.Signature | None:
-    """Return the arguments of forward; None if unknown."""
+    """Return the signature of ``forward``; None if unknown."""
     if module not in _signatures:
         _signatures[module] = _inspected(module)
     return _signatures[module]
@@ -410,7 +411,7 @@ def _inspected(module: nn.Module) -> inspect.Signature | None:
 
 
 def _keyword_names(signature: inspect.Signature) -> list[str]:
-    """Return the arguments that can be passed by keyword and have a name."""
+    """Return the named arguments that can be passed by keyword."""
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     return [n for n, p in signature.parameters.items() if p.kind in kinds]
 
@@ -424,7 +425,7 @@ def _binds(signature: inspect.Signature, *values: Any, **named: Any) -> bool:
 
 
 def _unknown(signature: inspect.Signature, fields: Mapping[Any, Any]) -> list[Any]:
-    """Return the keys that are no arguments."""
+    """Return the keys that no argument accepts."""
     known: set[Any] = set(_keyword_names(signature))
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:

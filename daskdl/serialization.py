@@ -1,13 +1,13 @@
 """Models, losses and optimizers as bytes, for transport through Dask.
 
-Dask serialises a module attribute by attribute, which unties tied weights, and it
-cannot serialise every tensor. This module uses ``torch.save`` with cloudpickle instead:
+Dask serializes a module attribute by attribute, which unties tied weights, and it
+cannot serialize every tensor. This module uses ``torch.save`` with cloudpickle instead:
 each storage is written once, lambdas and classes of a notebook are included, and
-tensors of an accelerator arrive on the CPU.
+tensors of an accelerator are loaded on the CPU.
 
-A module that cannot be pickled but was created by a function travels as the function
-and the module's state; the function is called again on arrival. Other modules with
-parametrizations are parametrized again on arrival.
+A module that cannot be pickled but was created by a function is pickled as the function
+and the module's state; unpickling calls the function again. Other modules with
+parametrizations are parametrized again when they are unpickled.
 """
 
 import copy
@@ -69,11 +69,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's pickler, which also supports modules with parametrizations.
 
     Torch gives each such module its own class, which cannot be pickled. The module is
-    written with its original class, and parametrized again on arrival.
+    pickled with its original class, and parametrized again when it is unpickled.
     """
 
-    remakes = False  # whether a module that a function created is written as it
-    kept: list[_Kept] | None = None  # referenced values; None: the bytes may travel
+    remakes = False  # whether a module is pickled as the function that created it
+    # Values to which the pickle refers; None: the pickle may leave this process.
+    kept: list[_Kept] | None = None
 
     @override
     def reducer_override(self, obj: Any) -> Any:
@@ -92,7 +93,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _copied, (self._keep(copy.deepcopy(obj).cpu()),)
         if parametrize.is_parametrized(obj):
             kind = parametrize.type_before_parametrizations(obj)
-            state: Any = kind.__getstate__  # that of the added class raises
+            state: Any = kind.__getstate__  # torch's added class has one that raises
             return _bare, (kind,), state(obj), None, None, _parametrize_
         return super().reducer_override(obj)
 
@@ -114,7 +115,7 @@ class _PartState(NamedTuple):
     trained: list[str]  # parameters that are not frozen
     buffers: dict[str, Tensor | None]
     plain: dict[str, Any]  # attributes that are numbers or strings
-    extra: list[Any]  # result of `get_extra_state`, if the class defines it
+    extra: list[Any]  # the result of `get_extra_state`, if the class defines it
 
 
 def _copied(kept: _Kept) -> Any:
@@ -135,7 +136,7 @@ def _parametrize_(module: nn.Module, state: dict[str, Any]) -> None:
         parametrize._inject_property(module, name)
 
 
-# ---- modules that a function has created
+# ---- modules created by a function
 
 MAKER = "_daskdl_maker"  # attribute of the module that holds the function
 # Submodules of all created modules in this process; no two modules may share one.
@@ -154,7 +155,7 @@ class _Maker:
 
 
 def created(function: Callable[[], nn.Module]) -> nn.Module:
-    """Create a module with a function that is called again for copies of the module."""
+    """Create a module with a function; copying the module calls the function again."""
     module = function()
     if isinstance(module, nn.Module):
         _note_maker(module, function)
@@ -190,8 +191,8 @@ def _remade(reference: bytes | _Kept, state: Mapping[str, _PartState]) -> nn.Mod
         if new != old:
             raise ModelError(
                 "model must return the same kind of module at each call, because the "
-                "module cannot be pickled and the function runs again wherever it is "
-                f"needed; {path or 'the module'} is {new}, but was {old} before"
+                "module cannot be pickled and each process calls the function again; "
+                f"{path or 'the module'} is {new}, but was {old} before"
             )
     module = module.cpu()
     for path, part in module.named_modules():
@@ -247,7 +248,7 @@ def _layout(states: Mapping[str, _PartState]) -> dict[str, str]:
     return described
 
 
-# ---- packs
+# ---- packed values
 
 
 class Packed(Generic[T]):
@@ -256,8 +257,8 @@ class Packed(Generic[T]):
     Args:
         content: Value to pack, not changed; any value that cloudpickle can write.
         argument: Name of the value in the user's call, for messages.
-        here: The bytes stay in this process, so modules that cannot be pickled are
-            allowed if a function created them or they can be copied.
+        here: Whether the bytes stay in this process. Modules that cannot be pickled
+            are then allowed if a function created them or they can be copied.
     """
 
     argument: str
@@ -275,7 +276,7 @@ class Packed(Generic[T]):
 
     @classmethod
     def of(cls, payload: np.ndarray, argument: str) -> Self:
-        """Return a pack with the bytes of another pack."""
+        """Return a packed value with the bytes of another one."""
         packed = cls.__new__(cls)
         packed.__setstate__({"argument": argument, "payload": payload})
         return packed
@@ -386,7 +387,7 @@ class PackedModel(Packed[nn.Module]):
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a copy on the CPU, as a replica in this process gets it."""
+    """Return a copy on the CPU, like the one that a replica in this process gets."""
     return PackedModel(module, here=True).unpack()
 
 
@@ -438,8 +439,8 @@ def _refusal(content: Any, argument: str, here: bool) -> ModelError:
     message += "; create it on first use, or exclude it in __getstate__"
     if function is None and isinstance(content, nn.Module):
         message += (
-            "; or pass a function that creates the model to Trainer, which then calls "
-            "it wherever a copy is needed"
+            "; or pass Trainer a function that creates the model, which is called "
+            "wherever a copy is needed"
         )
     return ModelError(message)
 
@@ -458,7 +459,7 @@ def _unpicklable(
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
-        # Named as the user writes them, not as items of `_modules`.
+        # With the names that users write, not as items of `_modules`.
         for name, child in value.named_children():
             yield f".{name}", child
     if isinstance(value, dict):

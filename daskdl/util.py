@@ -1,9 +1,9 @@
-"""Guarded calls, and the choice of a client or a cluster.
+"""Guarded calls, the choice of a client, and checks of installed versions.
 
-`guarded` and `settle` turn exceptions into values, with the only broad excepts in
-daskdl. Every process of a cluster must have the same daskdl, and torch of the same
-minor version: `check_installed` compares them, and workers that join later are checked
-when they arrive.
+`guarded` and `settle` turn exceptions into values and contain the only broad excepts of
+daskdl. All processes of a cluster need the same daskdl and the same minor version of
+torch: `check_installed` compares them, and workers that join later are checked when
+they arrive.
 """
 
 import ast
@@ -48,7 +48,7 @@ def guarded(action: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 
 
 def text_of(error: BaseException, *, named: bool = True) -> str:
-    """Return an exception's message, which may call code of the user.
+    """Return an exception's message; user code may compute the message.
 
     Args:
         error: Any exception.
@@ -67,8 +67,8 @@ def text_of(error: BaseException, *, named: bool = True) -> str:
 def settle(future: "Future[T]", action: Callable[[], T]) -> None:
     """Call a function, and store its result or exception in a future.
 
-    SystemExit is stored, too: otherwise a wait for the future of a thread would never
-    end.
+    BaseExceptions such as SystemExit are stored, too: otherwise a wait for the future
+    of a thread would never end.
 
     Args:
         future: A pending future. The caller should not keep a reference: the traceback
@@ -86,14 +86,14 @@ def settle(future: "Future[T]", action: Callable[[], T]) -> None:
 # A terminal sends SIGINT to the workers too; the client shuts them down instead.
 LEAVE_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
 REMEDY = (
-    "install the same daskdl, and a torch of the same minor version, in the "
-    "environment of the scheduler and of every worker, and start them again"
+    "install the same daskdl and the same minor version of torch in the environment of "
+    "the scheduler and of every worker, and restart them"
 )
 MOST_NAMED = 8  # most addresses, and most kinds of problems, in a message
 
-OWN = f"the client has daskdl {VERSION} and torch {torch.__version__}"
+CLIENT_VERSIONS = f"the client has daskdl {VERSION} and torch {torch.__version__}"
 
-Found = Mapping[str, str]  # versions of "daskdl" and "torch", and "error"; "": none
+Versions = Mapping[str, str]  # of "daskdl" and "torch", and the "error"; "": none
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ def client_or_process(
 def _slot_freed() -> Iterator[None]:
     """Free the slot of the current Dask task, as `dask.compute` does.
 
-    The task waits for others, which may run on the same worker, with one thread.
+    The task waits for other tasks, which may need the only thread of the same worker.
     """
     in_task = getattr(thread_state, "key", None) is not None
     if not in_task or not getattr(pool_state, "proceed", False):
@@ -194,9 +194,9 @@ def check_main_guard(alternative: str) -> None:
     )
     if not any("__name__" in ast.unparse(node) for node in compared):
         raise OptionError(
-            f"{path} starts worker processes, which import it, in line "
-            f'{frame.f_lineno}, outside of if __name__ == "__main__":; move this code '
-            f"below such a line; {alternative}"
+            f"{path}, line {frame.f_lineno}, starts worker processes, which import the "
+            'script, outside of if __name__ == "__main__":; move this code below such '
+            f"a line; {alternative}"
         )
 
 
@@ -235,8 +235,8 @@ def running_client() -> Client | None:
 def check_installed(client: Client) -> None:
     """Import daskdl on the scheduler and all workers, and compare versions.
 
-    A process without daskdl could not unpickle its objects. The import takes seconds
-    and runs in a thread of each process, so that the event loop stays responsive.
+    A process without daskdl could not unpickle daskdl's objects. The import takes
+    seconds; it runs in a thread of each process, so the event loop stays responsive.
     """
     with installed_meanwhile(client):
         pass
@@ -246,7 +246,7 @@ def check_installed(client: Client) -> None:
 def installed_meanwhile(client: Client) -> Iterator[None]:
     """Check the processes of the cluster while the block runs on the client.
 
-    An error of the block ends the check.
+    An exception in the block cancels the check.
     """
     loop = client.loop.asyncio_loop
     answering = asyncio.run_coroutine_threadsafe(_answers(client), loop)
@@ -255,17 +255,18 @@ def installed_meanwhile(client: Client) -> Iterator[None]:
         answers = answering.result()
     finally:
         answering.cancel()
-    places: dict[str, list[str]] = {}  # processes by problem
-    for where, answer in answers.items():
+    processes: dict[str, list[str]] = {}  # by problem
+    for process, answer in answers.items():
         if isinstance(answer, OSError):
-            logger.info("%s is leaving: %s", where, answer)
-        elif wrong := mismatch(answer):
-            places.setdefault(wrong, []).append(where)
-    if places:
-        lines = [f"{_and_more(where)}: {what}" for what, where in places.items()]
+            logger.info("%s is leaving: %s", process, answer)
+        elif problem := mismatch(answer):
+            processes.setdefault(problem, []).append(process)
+    if processes:
+        lines = [f"{_and_more(names)}: {why}" for why, names in processes.items()]
         raise RunError(
-            f"{OWN}; on the cluster:\n  " + "\n  ".join(lines[:MOST_NAMED]) + "\n"
-            f"{REMEDY}"
+            f"{CLIENT_VERSIONS}; on the cluster:\n  "
+            + "\n  ".join(lines[:MOST_NAMED])
+            + f"\n{REMEDY}"
         )
 
 
@@ -298,7 +299,7 @@ async def _answers(client: Client) -> dict[str, Any]:
         silent = _and_more(sorted(asked[task] for task in waiting))
         raise WaitTimeoutError(
             f"{silent}: no answer within {bound} about the versions of daskdl and "
-            "torch; the process hangs, or imports them slowly"
+            "torch; the process hangs, or its imports are slow"
         )
     answers: dict[str, Any] = {}
     for task, where in asked.items():
@@ -307,14 +308,14 @@ async def _answers(client: Client) -> dict[str, Any]:
     return answers
 
 
-def _version_finder() -> Callable[[], Awaitable[Found]]:
+def _version_finder() -> Callable[[], Awaitable[Versions]]:
     """Return a function that finds the versions in a process that may lack daskdl.
 
     An inner function is pickled by value, not by module and name. The scheduler imports
     the same modules as a worker, since Dask unpickles tasks there, on the event loop.
     """
 
-    def find() -> Found:
+    def find() -> Versions:
         versions = {"daskdl": "", "torch": "", "error": ""}
         try:
             versions["daskdl"] = importlib.import_module("daskdl.config").VERSION
@@ -325,7 +326,7 @@ def _version_finder() -> Callable[[], Awaitable[Found]]:
             versions["error"] = f"{type(error).__name__}: {error}"
         return versions
 
-    async def find_in_a_thread() -> Found:
+    async def find_in_a_thread() -> Versions:
         return await asyncio.to_thread(find)
 
     return find_in_a_thread
@@ -355,8 +356,8 @@ def arrival_plugin(name: str) -> WorkerPlugin:
             )
 
         async def teardown(self, worker: Worker) -> None:
-            # Dask also tears a plugin down before a second setup, which can happen on
-            # a new worker, whose replicas must continue.
+            # Dask also tears a plugin down before setting it up again, which can
+            # happen on a new worker; the worker's replicas must continue.
             end = worker.extensions.get(name)
             if end is not None and worker.status is not Status.running:
                 await end.teardown(worker)
@@ -377,7 +378,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def mismatch(versions: Found | Exception) -> str:
+def mismatch(versions: Versions | Exception) -> str:
     """Return the reason why a process cannot take part in a run; empty if it can."""
     if isinstance(versions, Exception):
         return f"{type(versions).__name__}: {versions}"
@@ -390,7 +391,7 @@ def mismatch(versions: Found | Exception) -> str:
 
 
 def _minor(version: str) -> str:
-    """Return the minor version, which must match; patches and builds may differ.
+    """Return the minor version, which must match; patch and build may differ.
 
     Example:
         >>> _minor("2.8.1+cu128")

@@ -57,7 +57,7 @@ from daskdl.errors import (
     ModelError,
     OptionError,
 )
-from daskdl.losses import ROUNDING, aligned, facts_of, scale_of
+from daskdl.losses import ROUNDING, aligned, labels_and_scale, scale_of
 from daskdl.objective import (
     Logs,
     ModelLoss,
@@ -627,7 +627,7 @@ def _check_scores(loss: Any, output: Any) -> None:
     known = hasattr(loss, "scale") or str(kind.__module__).startswith("torch.")
     if not known or not isinstance(output, Tensor) or not output.numel():
         return
-    scale = facts_of(loss)[1]
+    scale = labels_and_scale(loss)[1]
     if scale == "probabilities" and bool((output < 0).any()):
         raise ModelError(
             f"loss {name} expects probabilities, got outputs down to "

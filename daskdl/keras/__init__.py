@@ -1,6 +1,6 @@
-"""Keras models: from JSON and from files, trained as modules of torch.
+"""Keras models, loaded from JSON or files and trained as torch modules.
 
-Keras itself is imported at the first use; it is the extra `keras`.
+Keras itself is imported on first use and needs the extra `keras`.
 """
 
 from daskdl.keras.load import from_config, from_saved

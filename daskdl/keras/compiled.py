@@ -1,8 +1,8 @@
 """Converts a Keras model's compile settings to torch: loss, optimizer and metrics.
 
-The configurations come from `get_compile_config()` in Keras 3 and `training_config` in
+The settings come from `get_compile_config()` in Keras 3, and from `training_config` in
 files of Keras 2. Nothing in them is imported or executed; a setting without counterpart
-raises an error that names it. Keras itself is not needed.
+raises an error that names the setting. Keras itself is not needed.
 """
 
 import difflib
@@ -25,9 +25,9 @@ from daskdl.losses import Labels, Scale, aligned
 
 
 class _OneOutput:
-    """A loss of one output, with labels in the shapes that Keras takes."""
+    """A loss of one output that takes labels in the shapes that Keras accepts."""
 
-    reduction = "mean"  # "none" where each row is weighted
+    reduction = "mean"  # "none" if each row is weighted
 
     def aligned(self, output: Any, y: Any) -> tuple[Any, Any]:
         """Return outputs and labels in the shapes of torch's own losses."""
@@ -85,7 +85,7 @@ class CategoricalCrossentropy(_Crossentropy, nn.NLLLoss):
 
     @override
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss of the labels that are not ignored."""
+        """Return the mean loss over the labels that are not ignored."""
         scores, y = self.aligned(input, target)
         if self.from_logits:
             logs = scores.log_softmax(1)
@@ -103,7 +103,7 @@ class CategoricalCrossentropy(_Crossentropy, nn.NLLLoss):
 
 
 class BinaryCrossentropy(_Crossentropy, nn.Module):
-    """Keras' cross-entropy of labels 0 and 1, one score for each."""
+    """Keras' cross-entropy of labels 0 and 1, with one score per label."""
 
     labels: Labels = "binary"
 
@@ -114,7 +114,7 @@ class BinaryCrossentropy(_Crossentropy, nn.Module):
 
     @override
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss of all labels."""
+        """Return the mean loss over all labels."""
         scores, y = self.aligned(input, target)
         if self.label_smoothing:
             y = y * (1 - self.label_smoothing) + self.label_smoothing / 2
@@ -137,7 +137,7 @@ _OF_NUMBERS: Mapping[str, Callable[..., Tensor]] = {
 
 
 class LossOfNumbers(_OneOutput, nn.Module):
-    """One of Keras' losses of numbers, whose labels may lack the last axis."""
+    """A regression loss of Keras, whose labels may lack the last axis."""
 
     labels: Labels = "numbers"
 
@@ -148,7 +148,7 @@ class LossOfNumbers(_OneOutput, nn.Module):
 
     @override
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss of all labels."""
+        """Return the mean loss over all labels."""
         extra: dict[str, Any] = {"delta": self.delta} if self.name == "huber" else {}
         scores, y = self.aligned(input, target)
         return _OF_NUMBERS[self.name](scores, y, reduction=self.reduction, **extra)
@@ -168,10 +168,10 @@ class OutputLosses(nn.Module):
         for number, (name, loss) in enumerate(zip(names, losses, strict=True)):
             if getattr(loss, "reduction", "mean") != "mean":
                 raise OptionError(
-                    f"loss[{name!r}] must be a mean over the rows, to be added to "
-                    f"others, got {loss!r}; give it reduction='mean'"
+                    f"loss[{name!r}] must be a mean over the rows, because the losses "
+                    f"are added, got {loss!r}; use reduction='mean'"
                 )
-            if isinstance(loss, nn.Module):  # its weights move to the device with it
+            if isinstance(loss, nn.Module):  # so that `to` moves its weights, too
                 self.add_module(str(number), loss)
 
     def loss_of(self, name: str | int) -> nn.Module | None:
@@ -187,8 +187,8 @@ class OutputLosses(nn.Module):
         if isinstance(tree, tuple) and len(tree) == len(names):
             return [*tree]
         raise ModelError(
-            f"there is a loss for each of the outputs {', '.join(names)}: {what} must "
-            f"be a tuple of {len(names)}, or a dict with these names"
+            f"the outputs {', '.join(names)} have a loss each, so {what} must be a "
+            f"tuple of {len(names)}, or a dict with these names"
         )
 
     def aligned(self, output: Any, y: Any) -> tuple[Any, Any]:
@@ -203,17 +203,17 @@ class OutputLosses(nn.Module):
 
     @override
     def forward(self, input: Any, target: Any) -> Tensor:
-        """Return the sum of the losses of all outputs that have one."""
+        """Return the weighted sum of the losses of all outputs that have one."""
         pairs = zip(self.paired(input, "outputs"), self.paired(target), strict=True)
         return self.combined([loss(output, y) for (loss, output), (_, y) in pairs])
 
     def paired(self, tree: Any, what: str = "labels") -> list[tuple[nn.Module, Any]]:
-        """Return each loss with its labels, or its output."""
+        """Return each loss with the labels, or the output, that belong to it."""
         pairs = zip(self.losses, self._each(tree, what), strict=True)
         return [(loss, leaf) for loss, leaf in pairs if loss is not None]
 
     def combined(self, terms: Sequence[Tensor]) -> Tensor:
-        """Return the weighted sum of the results of the losses."""
+        """Return the weighted sum of the values of the losses."""
         pairs = zip(self.losses, self.weights, strict=True)
         weights = [weight for loss, weight in pairs if loss is not None]
         weighted = [w * term for w, term in zip(weights, terms, strict=True)]
@@ -237,11 +237,11 @@ def _name_and_settings(spec: Any) -> tuple[str, dict[str, Any]]:
         if name == "function" and isinstance(config, str):
             return config, {}
         options = dict(config) if isinstance(config, Mapping) else {}
-        if name == "MeanMetricWrapper":  # as Keras 2 wrote a metric
+        if name == "MeanMetricWrapper":  # written by Keras 2 for a metric
             return _name_and_settings(options.pop("fn", None))[0], options
         return name, options
     if hasattr(spec, "get_config"):
-        # Private in Keras 3, where `get_config` of some losses omits arguments.
+        # Private in Keras 3.11 to 3.15: `get_config` of some losses omits arguments.
         arguments = getattr(spec, "_fn_kwargs", {})
         return type(spec).__name__, {**spec.get_config(), **arguments}
     return str(getattr(spec, "__name__", spec)), {}
@@ -251,10 +251,10 @@ def _refuse(what: str, name: str, reason: str, remedy: str) -> NoReturn:
     raise OptionError(f"{what} {name!r} {reason}; {remedy}")
 
 
-def _check_others(
+def _check_remaining(
     what: str, name: str, options: Mapping[str, Any], remedy: str, **neutral: Any
 ) -> None:
-    """Refuse settings that have an effect and no counterpart."""
+    """Refuse settings that have an effect but no counterpart."""
     neutral = {"reduction": _REDUCTIONS, "axis": (-1,), **neutral}
     for option, value in options.items():
         # The default of nearly all options is None, False, 0 or empty.
@@ -266,7 +266,7 @@ def _check_others(
 
 _REDUCTIONS = ("sum_over_batch_size", "auto", "mean", "mean_with_sample_weight")
 _SMOOTHED = {"from_logits": "from_logits", "label_smoothing": "label_smoothing"}
-# By name: the loss, and its arguments by those of Keras.
+# By name: the loss, and the names of its arguments by their names in Keras.
 _LOSSES: Mapping[str, tuple[Callable[..., Any], Mapping[str, str]]] = {
     "sparse_categorical_crossentropy": (
         CategoricalCrossentropy,
@@ -296,8 +296,8 @@ _SHORT = {
     "msle": "meansquaredlogarithmicerror",
     "kld": "kldivergence",
 }
-# What to write for other losses of Keras, as functions of outputs p and labels y.
-_INSTEAD = {
+# Other losses of Keras as expressions of outputs p and labels y, for messages.
+_EXPRESSIONS = {
     "meanabsolutepercentageerror": "100 * ((y - p) / y).abs().mean()",
     "meansquaredlogarithmicerror": "((y + 1).log() - (p + 1).log()).square().mean()",
     "logcosh": "(p - y).cosh().log().mean()",
@@ -319,26 +319,26 @@ def loss_of(spec: Any) -> nn.Module:
     known = _LOSS_KEYS.get(key)
     if known is None:
         close = difflib.get_close_matches(key, _LOSS_KEYS, 1, cutoff=0.7)
-        remedy = "give a function of (output, labels)"
+        remedy = "pass a function of (output, labels)"
         key = _SHORT.get(key, key)
-        if key in _INSTEAD:
-            remedy = f"give loss=lambda p, y: {_INSTEAD[key]}"
+        if key in _EXPRESSIONS:
+            remedy = f"pass loss=lambda p, y: {_EXPRESSIONS[key]}"
         elif close:
             remedy = f"did you mean {_LOSS_KEYS[close[0]]!r}? Or {remedy}"
         names = ", ".join(map(repr, _LOSSES))
-        _refuse("loss", name, f"is not known by name, as {names} are", remedy)
-    make, arguments = _LOSSES[known]
+        _refuse("loss", name, f"is not among the known names {names}", remedy)
+    kind, arguments = _LOSSES[known]
     options = {n: v for n, v in options.items() if v is not None}
     settings = {arguments[n]: options.pop(n) for n in arguments if n in options}
-    _check_others("loss", name, options, "give a function of (output, labels)")
-    loss: nn.Module = make(**settings)
+    _check_remaining("loss", name, options, "pass a function of (output, labels)")
+    loss: nn.Module = kind(**settings)
     return loss
 
 
 def resolved_loss(loss: Any) -> Any:
     """Convert a name, a loss of Keras, or a dict of losses to a loss of torch.
 
-    Keras' losses take the labels first, unlike those of torch. A dict has the losses of
+    Keras' losses take the labels first, unlike torch's. A dict has the losses of
     several outputs by name, each with weight 1. Anything else is returned unchanged.
     """
     if isinstance(loss, Mapping) and loss and "class_name" not in loss:
@@ -349,9 +349,9 @@ def resolved_loss(loss: Any) -> Any:
     return loss_of(loss) if named and not isinstance(loss, type) else loss
 
 
-# ---- what a model is compiled with
+# ---- compile settings
 
-# By name: the optimizer, and its settings that torch has too.
+# By name: the optimizer, and those of its settings that torch has too.
 _OPTIMIZERS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     "SGD": (torch.optim.SGD, ("momentum", "nesterov")),
     "Adam": (torch.optim.Adam, ("epsilon", "amsgrad")),
@@ -362,11 +362,11 @@ _OPTIMIZERS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     "Adagrad": (torch.optim.Adagrad, ("initial_accumulator_value", "epsilon")),
     "Adadelta": (torch.optim.Adadelta, ("rho", "epsilon")),
 }
-_GIVE = "give Trainer(optimizer=...)"
+_PASS_OPTIMIZER = "pass Trainer(optimizer=...)"
 _REMEDIES = {
-    "global_clipnorm": "give Trainer(clip_grad_norm=...) and an optimizer=",
-    "clipnorm": "give Trainer(clip_grad_norm=...) and an optimizer=",
-    "gradient_accumulation_steps": "give Trainer(accumulate=...) and an optimizer=",
+    "global_clipnorm": "pass Trainer(optimizer=..., clip_grad_norm=...)",
+    "clipnorm": "pass Trainer(optimizer=..., clip_grad_norm=...)",
+    "gradient_accumulation_steps": "pass Trainer(optimizer=..., accumulate=...)",
 }
 
 
@@ -379,14 +379,15 @@ def optimizer_of(spec: Any) -> Callable[[Any], torch.optim.Optimizer]:
     name, options = _name_and_settings(spec)
     what = "the compiled model's optimizer"
     if name not in _OPTIMIZERS:
-        _refuse(what, name, f"is none of {', '.join(_OPTIMIZERS)}", _GIVE)
+        known = ", ".join(_OPTIMIZERS)
+        _refuse(what, name, f"must be one of {known}", _PASS_OPTIMIZER)
     kind, settings = _OPTIMIZERS[name]
     renamed = {"epsilon": "eps", "rho": "alpha" if name == "RMSprop" else "rho"}
     options = {n: v for n, v in options.items() if v is not None}
     rate = options.pop("learning_rate", options.pop("lr", None))
     if not isinstance(rate, float | int):
         shown = _name_and_settings(rate)[0]
-        remedy = "give Trainer(optimizer=..., scheduler=...)"
+        remedy = "pass Trainer(optimizer=..., scheduler=...)"
         _refuse(what, name, f"has the learning rate {shown}", remedy)
     arguments: dict[str, Any] = {"lr": float(f"{rate:.7g}")}  # float32 in Keras
     if name in ("Adam", "AdamW", "Adamax", "Nadam"):
@@ -402,12 +403,12 @@ def optimizer_of(spec: Any) -> Callable[[Any], torch.optim.Optimizer]:
         if options.get(option):
             _refuse(what, name, f"has {option}={options[option]!r}", remedy)
     neutral = {
-        # Without effect unless `use_ema` switches moving averages on.
+        # No effect unless `use_ema` switches moving averages on.
         "ema_momentum": (options.get("ema_momentum"),),
         "is_legacy_optimizer": (True,),
         "jit_compile": (True,),
     }
-    _check_others(what, name, options, _GIVE, **neutral)
+    _check_remaining(what, name, options, _PASS_OPTIMIZER, **neutral)
     return functools.partial(kind, **arguments)
 
 
@@ -416,6 +417,7 @@ class Compiled:
 
     def __init__(self, config: Mapping[str, Any], model: Any) -> None:
         self._config = config
+        # Private in Keras 3.11 to 3.15: nothing public has the structure of outputs.
         outputs = getattr(model, "_outputs_struct", None)
         self._named = isinstance(outputs, dict)
         names = getattr(model, "output_names", ("output",))
@@ -435,7 +437,7 @@ class Compiled:
 
     @property
     def loss(self) -> Any:
-        """The loss; None without one."""
+        """The loss; None if there is none."""
         names = self._names
         loss, weights = self._config.get("loss"), self._config.get("loss_weights")
         if loss is None:
@@ -450,14 +452,14 @@ class Compiled:
 
     @property
     def optimizer(self) -> Callable[[Any], torch.optim.Optimizer] | None:
-        """A factory of the optimizer; None without one."""
+        """A factory of the optimizer; None if there is none."""
         spec = self._config.get("optimizer")
         return None if spec is None else optimizer_of(spec)
 
     def metrics_beside(self, loss: Any) -> Any:
         """Return the metrics, by output if there are several; None without metrics.
 
-        A list of outputs has names if the loss has names, see `OutputLosses.aligned`.
+        The outputs in a list have names if the loss does, see `OutputLosses.aligned`.
         """
         named = self._named or isinstance(loss, OutputLosses)
         settings = map(self._config.get, ("metrics", "weighted_metrics"))
@@ -483,7 +485,7 @@ def _for_outputs(setting: Any, names: Sequence[str]) -> list[Any]:
         return list(setting)
     raise OptionError(
         f"{setting!r:.200} does not match the outputs of the compiled model, "
-        f"{', '.join(names)}; give Trainer(loss=..., metrics=...)"
+        f"{', '.join(names)}; pass Trainer(loss=..., metrics=...)"
     )
 
 
@@ -503,7 +505,7 @@ def _flat_metrics(metrics: Any) -> list[str]:
 
 
 def _metric_name(metric: Any) -> str:
-    """Return the name by which `daskdl.evaluate` knows a metric of Keras."""
+    """Return the name of a metric of Keras in `daskdl.evaluate`."""
     name, options = _name_and_settings(metric)
     key = _key(name)
     if key == "auc":
@@ -515,7 +517,7 @@ def _metric_name(metric: Any) -> str:
     thresholds = options.get("thresholds", options.get("threshold"))
     if thresholds not in (None, 0.5, [0.5]):
         reason = f"has the thresholds {thresholds!r}"
-        remedy = "give Trainer(metrics=BinaryMetrics(threshold=...)) of daskdl.metrics"
+        remedy = "pass Trainer(metrics=daskdl.metrics.BinaryMetrics(threshold=...))"
         _refuse("the compiled model's metric", name, reason, remedy)
     if key == "f1score" and options.get("average"):
         return f"f1_{options['average']}"

@@ -1,8 +1,8 @@
-"""Keras models from JSON, ``.keras`` and ``.h5`` files; their content is not executed.
+"""Loads Keras models from JSON, ``.keras`` and ``.h5`` files without executing code.
 
-A ``.keras`` file is a zip archive of a description and of weights in HDF5; an ``.h5``
-file is HDF5 with the description as an attribute. Sizes are checked before anything is
-unpacked, and HDF5 must not refer to other files.
+A ``.keras`` file is a zip archive of a description in JSON and weights in HDF5; an
+``.h5`` file is HDF5 with the description as an attribute. Sizes are checked before
+anything is unpacked, and HDF5 must not refer to other files.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from daskdl.keras.module import (
 HDF5 = (".h5", ".hdf5")
 _CONFIG, _WEIGHTS = "config.json", "model.weights.h5"
 _MEMBERS = frozenset({_CONFIG, _WEIGHTS, "metadata.json"})
-# A description has kilobytes; json.loads reads it into memory as a whole.
+# A usual description has kilobytes; json.loads reads all of it into memory.
 MOST_CONFIG_BYTES = 64 * 2**20
 # A compiled model also saves the state of its optimizer, up to five numbers per weight
 # (AMSGrad with moving averages and accumulated gradients); HDF5 adds an index.
@@ -45,18 +45,18 @@ BROKEN = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError),
     *(NotImplementedError, RuntimeError, UnicodeError, ArithmeticError),
 )
-# Raised by `modern` and `vetted` for missing keys and values of another type.
+# Raised by `modern` and `vetted` for missing keys and values of a wrong type.
 _MALFORMED = (LookupError, TypeError, AttributeError, RecursionError)
 
 
 def from_config(
     path_or_json: str | os.PathLike[str] | Mapping[str, Any],
 ) -> KerasModule:
-    """Make a model from the result of `model.to_json()` in Keras 2 or Keras 3.
+    """Create a model from the result of `model.to_json()` in Keras 2 or Keras 3.
 
     The initializers draw new weights from torch's random generator. With
-    ``Trainer(model=lambda: daskdl.keras.from_config(path), seed=...)`` the trainer's
-    seed determines them.
+    ``Trainer(model=lambda: daskdl.keras.from_config(path), seed=...)``, the trainer's
+    seed determines the weights.
 
     Args:
         path_or_json: A Sequential or functional model: the path of a local file, the
@@ -66,8 +66,9 @@ def from_config(
         A torch module on the CPU.
 
     Raises:
-        ModelError: If it is not such a model, or has a layer that is not part of
-            Keras 3, contains code, or cannot be trained; the message names the layer.
+        ModelError: If the JSON does not describe such a model, or a layer is not part
+            of Keras 3, contains code, or cannot be trained; the message names the
+            layer.
         OptionError: If Keras 3 is missing, or does not run on PyTorch.
         OSError: If the file cannot be read.
     """
@@ -81,22 +82,22 @@ def from_config(
         config = dict(path_or_json)
     else:
         raise ModelError(
-            "path_or_json must be the path of a file, JSON, or the result of "
+            "path_or_json must be the path of a file, JSON text, or the result of "
             f"json.loads, got {path_or_json!r}"
         )
-    module = KerasModule(built(_understood(config, where), seeded=True))
-    return _compiled(module, config)
+    module = KerasModule(built(_checked(config, where), seeded=True))
+    return _with_settings(module, config)
 
 
 def from_saved(path: str | os.PathLike[str]) -> KerasModule:
     """Load a model with its weights from a file.
 
-    The trainer takes loss, optimizer and metrics from what the model was compiled with,
-    unless they are given; the state of its optimizer is ignored.
+    The model's compile settings are the trainer's defaults for loss, optimizer and
+    metrics; the state of the saved optimizer is ignored.
 
     Args:
-        path: Path of a local file, a ``.keras`` file of Keras 3, or an ``.h5`` or
-            ``.hdf5`` file of Keras 2 or Keras 3 that has a whole model.
+        path: Path of a local file: a ``.keras`` file of Keras 3, or an ``.h5`` or
+            ``.hdf5`` file of Keras 2 or Keras 3 that contains a whole model.
 
     Returns:
         A torch module on the CPU.
@@ -114,11 +115,10 @@ def from_saved(path: str | os.PathLike[str]) -> KerasModule:
         compiled = None
     else:
         raise ModelError(
-            f"expected a file that ends in {ENDING!r}, '.h5' or '.hdf5', got "
-            f"{str(path)!r}; load others with keras.saving.load_model, and save them "
-            f"as {ENDING}"
+            f"path must end in {ENDING!r}, '.h5' or '.hdf5', got {str(path)!r}; load "
+            f"other files with keras.saving.load_model, and save them as {ENDING}"
         )
-    model = built(_understood(config, str(file)), seeded=False)
+    model = built(_checked(config, str(file)), seeded=False)
     with building(seeded=False):
         try:
             fault = _fault_of_weights(file, model)
@@ -126,15 +126,17 @@ def from_saved(path: str | os.PathLike[str]) -> KerasModule:
                 model.load_weights(file)
         except (*WRONG, *BROKEN) as error:
             raise ModelError(
-                f"{file} has not the weights of its model: {gist(error)}"
+                f"the weights in {file} do not fit its model: {gist(error)}"
             ) from error
     if fault is not None:
         raise ModelError(f"{file} has weights that Keras does not write: {fault}")
-    return _compiled(KerasModule(model), config, compiled)
+    return _with_settings(KerasModule(model), config, compiled)
 
 
-def _compiled(module: KerasModule, config: JSON, compiled: JSON = None) -> KerasModule:
-    """Keep what a model was compiled with; it is looked at when a trainer is made."""
+def _with_settings(
+    module: KerasModule, config: JSON, compiled: JSON = None
+) -> KerasModule:
+    """Keep the compile settings of a model; a trainer reads and checks them."""
     settings = config.get("compile_config") if compiled is None else compiled
     if isinstance(settings, Mapping):
         module.__dict__["_compile_config"] = dict(settings)
@@ -145,61 +147,66 @@ def _parsed(text: str | bytes, where: str) -> JSON:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{where} is no JSON: {gist(error)}") from error
+        raise ModelError(f"{where} is not valid JSON: {gist(error)}") from error
 
 
-def _understood(config: JSON, where: str) -> JSON:
-    """Return a vetted description for Keras 3."""
+def _checked(config: JSON, where: str) -> JSON:
+    """Return a vetted description, converted to Keras 3."""
     library()
     kind = config.get("class_name") if isinstance(config, dict) else type(config)
     if kind not in MODELS or not isinstance(config.get("config"), dict | list):
         raise ModelError(
-            f"{where} is no Sequential or functional model of Keras: it must have a "
-            f"config, and a class_name out of {', '.join(MODELS)}, got {kind!r}"
+            f"{where} is not a Sequential or functional model of Keras: it must have a "
+            f"config, and a class_name among {', '.join(MODELS)}, got {kind!r}"
         )
     try:
         return vetted(modern(config))
     except _MALFORMED as error:
-        raise ModelError(f"{where} is not as Keras writes it: {gist(error)}") from error
+        raise ModelError(
+            f"{where} does not have the structure that Keras writes: {gist(error)}"
+        ) from error
 
 
 def _description(file: Path) -> bytes:
-    """Read the description in a file, and check the file's members."""
+    """Read the description in a ``.keras`` file, and check the file's members."""
     with file.open("rb") as opened:
         try:
             with zipfile.ZipFile(opened) as archive:
                 names = {entry.filename: entry for entry in archive.infolist()}
                 for missing in sorted({_CONFIG, _WEIGHTS} - names.keys()):
-                    raise ModelError(f"{file} is no file of Keras 3: has no {missing}")
+                    raise ModelError(f"{file} is not a Keras 3 file: no {missing}")
                 for extra in sorted(names.keys() - _MEMBERS):
                     raise ModelError(
-                        f"{file} has {extra!r} beside the model; vocabularies and the "
-                        "like of preprocessing layers are not supported"
+                        f"{file} contains {extra!r} beside the model; vocabularies and "
+                        "other files of preprocessing layers are not supported"
                     )
                 size = names[_CONFIG].file_size
                 if size > MOST_CONFIG_BYTES:
                     raise ModelError(
-                        f"{file}: {_CONFIG} has {size} bytes, more than any model"
+                        f"{file}: {_CONFIG} has {size} bytes, but at most "
+                        f"{MOST_CONFIG_BYTES} are allowed"
                     )
                 return archive.read(names[_CONFIG])
         except BROKEN as error:
             raise ModelError(
-                f"{file} is no file of Keras 3, or damaged: {gist(error)}"
+                f"{file} is not a Keras 3 file, or is damaged: {gist(error)}"
             ) from error
 
 
 def _description_in_hdf5(file: Path) -> tuple[JSON, JSON]:
-    """Read the description of a model, and what it was compiled with."""
+    """Read the description of a model, and its compile settings if there are any."""
     with _opened(file) as weights:
         text = weights.attrs.get("model_config")
         if text is None:
             raise ModelError(
-                f"{file} has no model, perhaps only weights; create the model with "
+                f"{file} contains no model, perhaps only weights; create the model with "
                 "Keras, call model.load_weights(path), and pass the model"
             )
         where = f"{file}: model_config"
         if not isinstance(text, str | bytes) or len(text) > MOST_CONFIG_BYTES:
-            raise ModelError(f"{where} is no text, or longer than that of any model")
+            raise ModelError(
+                f"{where} must be text of at most {MOST_CONFIG_BYTES} characters"
+            )
         compiled = weights.attrs.get("training_config")
         if isinstance(compiled, str | bytes):
             compiled = _parsed(compiled, f"{file}: training_config")
@@ -225,31 +232,33 @@ def _opened(file: Path) -> Iterator[Any]:
         except FileNotFoundError:
             raise
         except BROKEN as error:
-            raise ModelError(f"{file} is no HDF5, or damaged: {gist(error)}") from error
+            raise ModelError(
+                f"{file} is not an HDF5 file, or is damaged: {gist(error)}"
+            ) from error
         yield weights
 
 
 def _fault_of_weights(file: Path, model: Any) -> str | None:
     """Return the reason why the weights in a file are refused, or None."""
-    most = sum(weight.value.nbytes for weight in model.variables)
-    most = MOST_PER_WEIGHT * most + INDEX_BYTES
+    model_bytes = sum(weight.value.nbytes for weight in model.variables)
+    limit = MOST_PER_WEIGHT * model_bytes + INDEX_BYTES
     size = file.stat().st_size
     if file.suffix == ENDING:
         with zipfile.ZipFile(file) as archive:
             size = archive.getinfo(_WEIGHTS).file_size
-    if size <= most:
+    if size <= limit:
         with _opened(file) as weights:
             nbytes = _size_of(weights)
         if isinstance(nbytes, str):
             return nbytes
         size = nbytes
-    if size <= most:
+    if size <= limit:
         return None
-    return f"they would take {size} bytes, and those of its model at most {most}"
+    return f"they would take {size} bytes, but those of its model at most {limit}"
 
 
 def _size_of(weights: Any) -> int | str:
-    """Return the bytes of all numbers in HDF5, or the reason to refuse them."""
+    """Return the size of all arrays in HDF5, bytes, or the reason to refuse them."""
     import h5py
 
     size, groups, seen = 0, [("", weights)], {weights}
@@ -262,9 +271,9 @@ def _size_of(weights: Any) -> int | str:
             member = group[name]
             if isinstance(member, h5py.Dataset):
                 if member.external or member.is_virtual:
-                    return f"the numbers of {at!r} are in another file"
+                    return f"the values of {at!r} are in another file"
                 if member.dtype.hasobject:
-                    return f"{at!r} has no numbers"
+                    return f"the values of {at!r} are not numbers"
                 size += member.nbytes
             elif member not in seen:
                 seen.add(member)

@@ -1,8 +1,8 @@
 """A Keras model as a torch module, built from Keras' own layers only.
 
-Keras is imported at its first use, with its PyTorch backend. Descriptions by Keras 2
-are converted to those of Keras 3. Classes are looked up in Keras' own tables, so
-loading a description imports and executes nothing.
+Keras is imported on first use, with its PyTorch backend. Descriptions written by Keras
+2 are converted to Keras 3. Classes are looked up in Keras' own namespaces, so loading a
+description imports and executes nothing.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _TRANSPOSED = ("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
 _SPATIAL = ("SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
 _ALL = None
 
-# Keys that Keras 3 does not accept, the values that have no effect, and the classes.
+# By key that Keras 3 does not accept: values without effect, and the classes.
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], tuple[str, ...] | None]] = {
     "time_major": ((False,), _ALL),
     "softmax_robust_masking": ((False,), _ALL),
@@ -47,7 +47,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], tuple[str, ...] | None]] = {
 }
 # Implementation choices, and shapes that Keras 3 infers.
 _DROPPED = ("batch_input_shape", "implementation", "input_length", "loss_scale")
-# The same for single classes, and settings that these classes inherit and ignore.
+# The same by class, and settings that the class inherits and ignores.
 _DROPPED_OF: Mapping[str, tuple[str, ...]] = {
     "MultiHeadAttention": ("query_shape", "key_shape", "value_shape"),
     **dict.fromkeys(
@@ -59,7 +59,7 @@ _CONSTANT = "_CONSTANT_VALUE"  # written by Keras 2 instead of a layer's name
 
 
 def modern(value: JSON) -> JSON:
-    """Convert the description of a model by Keras 2 to that of Keras 3.
+    """Convert the description of a model from Keras 2 to Keras 3.
 
     Example:
         >>> modern({"class_name": "LeakyReLU", "config": {"alpha": 0.5}})
@@ -92,7 +92,7 @@ def _settings(kind: str, config: dict[str, JSON]) -> dict[str, JSON]:
         if key.endswith("_initializer") and isinstance(value, dict):
             inner = settings[key].get("config")
             if isinstance(inner, dict):
-                inner.pop("dtype", None)  # written by TensorFlow 2.0
+                inner.pop("dtype", None)  # written by some releases of Keras 2
     if kind == "LeakyReLU" and "alpha" in settings:
         settings["negative_slope"] = settings.pop("alpha")
     if kind == "InputLayer" and config.get("batch_input_shape") is not None:
@@ -104,7 +104,7 @@ def _settings(kind: str, config: dict[str, JSON]) -> dict[str, JSON]:
 
 
 def _sequential(config: JSON) -> dict[str, JSON]:
-    if isinstance(config, list):  # as Keras wrote it before 2.2.3
+    if isinstance(config, list):  # written by early releases of Keras 2
         config = {"name": "sequential", "layers": config}
     layers = [modern(layer) for layer in config["layers"]]
     if layers and layers[0].get("class_name") != "InputLayer":
@@ -125,7 +125,7 @@ def _functional(config: dict[str, JSON]) -> dict[str, JSON]:
     """Convert a graph, in which a layer has one node for each call.
 
     Keras 2 writes a node as its first argument, in which a tensor is ``[layer, node,
-    tensor, other arguments]``. It counts a nested model's own node as the first.
+    tensor, other arguments]``. It counts a nested model's own node as the first node.
     """
     layers = [modern(layer) for layer in config["layers"]]
     config = {**config, "layers": layers}
@@ -138,7 +138,7 @@ def _functional(config: dict[str, JSON]) -> dict[str, JSON]:
     }
     for layer in layers:
         layer["inbound_nodes"] = [_node(n, nested) for n in layer["inbound_nodes"]]
-    # Keras 3 itself subtracts the first node of a nested functional model here.
+    # For nested functional models, Keras 3 itself subtracts the first node here.
     counted = {layer["name"] for layer in layers if layer["class_name"] == "Sequential"}
     outputs = _outputs(config["output_layers"], counted)
     return {**config, "output_layers": outputs}
@@ -192,8 +192,8 @@ def _is_reference(part: JSON) -> bool:
 BACKEND = "torch"
 VARIABLE = "KERAS_BACKEND"
 ENDING = ".keras"
-SEEDS = 2**31  # seeds of Keras' generators are below
-SMALLEST = 1e-7  # as in Keras: below it, logarithms in float32 are mostly rounding
+SEEDS = 2**31  # seeds of Keras' generators are less than this
+SMALLEST = 1e-7  # as in Keras; logarithms of less are mostly rounding errors in float32
 # Raised by Keras for an invalid description.
 WRONG = (*USER_ERRORS, ImportError)
 # Building a model changes global state, such as Python's random generator.
@@ -206,8 +206,8 @@ def library() -> Any:
     chosen, is_new = os.environ.get(VARIABLE), "keras" not in sys.modules
     if is_new and chosen and chosen != BACKEND:
         raise OptionError(
-            f"Keras models are trained on Keras' backend {BACKEND!r}, and {VARIABLE} "
-            f"is {chosen!r} in this process; set it to {BACKEND}, or unset it, also on "
+            f"Keras models need Keras' backend {BACKEND!r}, but {VARIABLE} is "
+            f"{chosen!r} in this process; set it to {BACKEND}, or unset it, also on "
             "the workers"
         )
     if is_new and not chosen:
@@ -217,7 +217,7 @@ def library() -> Any:
         import keras
     except ImportError as error:
         raise OptionError(
-            f"Keras models need the library Keras 3, which cannot be imported here: "
+            "Keras models need the package Keras 3, which cannot be imported here: "
             f"{error}; install it with pip install 'daskdl[keras]', also on the workers"
         ) from error
     finally:
@@ -231,14 +231,14 @@ def library() -> Any:
     backend = keras.backend.backend()
     if backend != BACKEND:
         raise OptionError(
-            f"Keras models are trained on Keras' backend {BACKEND!r}, and keras has "
-            f"been imported with {backend!r} in this process; set "
-            f"{VARIABLE}={BACKEND} before it is imported, also on the workers"
+            f"Keras models need Keras' backend {BACKEND!r}, but Keras has been imported "
+            f"with {backend!r} in this process; set {VARIABLE}={BACKEND} before it is "
+            "imported, also on the workers"
         )
     return keras
 
 
-# ---- which classes a model may be made of
+# ---- classes that a model may contain
 
 
 # Layers whose settings are code, pickles, or the path of a saved program.
@@ -246,16 +246,17 @@ _CODE = (
     *("Lambda", "TorchModuleWrapper", "TFSMLayer", "JaxLayer", "FlaxLayer"),
     *("__lambda__", "__typespec__"),
 )
-_VOCABULARIES = ("TextVectorization", "StringLookup", "IntegerLookup")  # have files
+# Layers that load a vocabulary from a file.
+_VOCABULARIES = ("TextVectorization", "StringLookup", "IntegerLookup")
 _PLAIN = frozenset(
     {"__keras_tensor__", "__numpy__", "__tensor__", "__bytes__", "__slice__"}
     | {"__ellipsis__"}
 )
 _MODELS = {"Functional": "keras.src.models.functional", "Sequential": "keras"}
-_OPERATIONS = re.compile(r"keras\.src\.ops\.[a-z_]+")  # as `a + b` of two outputs
+_OPERATIONS = re.compile(r"keras\.src\.ops\.[a-z_]+")  # such as `a + b` of outputs
 _KERAS = re.compile(r"(tf_|tensorflow\.)?keras(\..*)?|builtins")
 _POLICIES = ("DTypePolicy", "FloatDTypePolicy")
-# Where the class of a setting is looked up, and its base class.
+# By ending of a setting: the namespace of its classes, and their base class.
 _SPACES = {
     "initializer": ("initializers", "Initializer"),
     "regularizer": ("regularizers", "Regularizer"),
@@ -263,8 +264,8 @@ _SPACES = {
 }
 # Settings that torch's optimizers ignore, or that do not work with replicas.
 _UNTRAINABLE = {
-    "_constraint": "a constraint, which no optimizer of torch keeps",
-    "stateful": "stateful=True, and batches of all replicas have no common order",
+    "_constraint": "a constraint, which torch's optimizers do not enforce",
+    "stateful": "stateful=True, but batches of several replicas have no common order",
 }
 
 
@@ -291,7 +292,7 @@ def vetted(value: JSON, key: str = "", where: str = "the model") -> JSON:
     if named:
         return _vetted_object(value, key, where)
     setting = isinstance(value, str) and key.endswith((*_SPACES, "activation"))
-    if setting and value in library().saving.get_custom_objects():  # of this program
+    if setting and value in library().saving.get_custom_objects():
         _refuse(where, value)
     return value
 
@@ -301,16 +302,17 @@ def _vetted_object(value: dict[str, JSON], key: str, where: str) -> JSON:
     if kind == "function":
         if not isinstance(config, str) or not hasattr(library().activations, config):
             raise ModelError(
-                f"{where} has the function {config!r}, which is no activation of Keras"
+                f"{where} has the function {config!r}, which is not one of Keras' "
+                "activations"
             )
         return config
     if kind in _CODE:
         raise ModelError(
-            f"{where} is a {kind}, which is made of code; nothing of a file is "
-            "executed: use layers of Keras in its place"
+            f"{where} is a {kind}, which contains code, and code from files is never "
+            "executed: use layers of Keras instead"
         )
     if kind in _VOCABULARIES:
-        raise ModelError(f"{where} is a {kind}; turn words into numbers beforehand")
+        raise ModelError(f"{where} is a {kind}; convert words to numbers beforehand")
     copied = {
         "module": _module_of(value, key, where),
         "class_name": kind,
@@ -333,7 +335,7 @@ def _module_of(value: dict[str, JSON], key: str, where: str) -> str:
         return _MODELS[kind]
     keras = library()
     if _OPERATIONS.fullmatch(module):
-        # Keras has imported its own modules, but not the tests beside them.
+        # Keras has imported its own modules, but not the test modules beside them.
         operation = getattr(sys.modules.get(module), kind, None)
         if not _is_subclass(operation, keras.Operation):
             _refuse(where, f"{module}.{kind}")
@@ -347,7 +349,9 @@ def _module_of(value: dict[str, JSON], key: str, where: str) -> str:
     if space != "dtype_policies":
         return f"keras.{space}"
     if kind not in _POLICIES:
-        raise ModelError(f"{where} is quantised ({kind}); only floating ones train")
+        raise ModelError(
+            f"{where} is quantized ({kind}); only floating-point layers can be trained"
+        )
     return "keras"
 
 
@@ -357,8 +361,8 @@ def _is_subclass(value: Any, base: type) -> bool:
 
 def _refuse(where: str, what: object) -> NoReturn:
     raise ModelError(
-        f"{where} is or has a {what}, which is no class of Keras 3; custom classes do "
-        "not travel: build the model of layers that Keras has"
+        f"{where} is or has a {what}, which is not a class of Keras 3; custom classes "
+        "are not supported: build the model from Keras' own layers"
     )
 
 
@@ -367,7 +371,7 @@ def _refuse(where: str, what: object) -> NoReturn:
 
 @contextlib.contextmanager
 def building(*, seeded: bool) -> Iterator[Any]:
-    """Build models on the CPU in this context; restores Python's random generator."""
+    """Context manager: build models on the CPU; restore Python's random generator."""
     keras = library()
     with _building:
         former = random.getstate()
@@ -381,14 +385,14 @@ def building(*, seeded: bool) -> Iterator[Any]:
 
 
 def built(config: JSON, *, seeded: bool) -> Any:
-    """Make a Keras model, on the CPU."""
+    """Create a Keras model on the CPU."""
     with building(seeded=seeded) as keras:
         copied = json.loads(json.dumps(config))  # Keras modifies its argument
         try:
             model = keras.saving.deserialize_keras_object(copied, safe_mode=True)
         except WRONG as error:
             raise ModelError(
-                f"Keras {keras.__version__} cannot make the model: {gist(error)}"
+                f"Keras {keras.__version__} cannot create the model: {gist(error)}"
             ) from error
     if not isinstance(model, keras.Model):
         raise ModelError(f"expected a model, got the description of a {type(model)}")
@@ -411,26 +415,26 @@ def _check_built(model: Any) -> None:
     unbuilt = [layer.name for layer in (model, *model.layers) if not layer.built]
     if unbuilt:
         raise ModelError(
-            f"the input shape of {unbuilt[0]!r} is unknown; begin the model with a "
+            f"the input shape of {unbuilt[0]!r} is unknown; start the model with a "
             "keras.Input (in JSON: an InputLayer, or batch_input_shape in the first "
             "layer)"
         )
 
 
 def gist(error: BaseException) -> str:
-    """Return the last line of an error, which Keras puts after all settings."""
+    """Return the last line of an error; Keras writes all settings before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'without a message'}"
 
 
-# ---- what users train
+# ---- modules that users train
 
 
 class CrossEntropyOfProbabilities(nn.NLLLoss):
     """The cross-entropy of class indices, for models that end in a softmax.
 
-    Torch's `CrossEntropyLoss` applies a softmax itself; a second one makes training
-    slow and limits accuracy. The arguments are those of `torch.nn.NLLLoss`.
+    Torch's `CrossEntropyLoss` applies a softmax itself; a second softmax slows training
+    down and limits accuracy. The arguments are those of `torch.nn.NLLLoss`.
 
     Example:
         >>> import torch
@@ -441,7 +445,7 @@ class CrossEntropyOfProbabilities(nn.NLLLoss):
         0.1698
     """
 
-    scale = "probabilities"  # not their logarithms, as metrics would assume
+    scale = "probabilities"  # metrics would assume the log probabilities of NLLLoss
 
     @override
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -525,21 +529,21 @@ class KerasModule(nn.Module, Penalised):
     def penalty(self) -> Tensor | None:
         """Return the regularization penalty of the last forward pass, or None.
 
-        The trainer adds the penalty to the loss; a `step` of your own has to add it.
+        The trainer adds the penalty to the loss; a custom `step` has to add it itself.
         """
         with library().device(self._device()):
             losses = self._keras.losses
             return sum(losses[1:], losses[0]) if losses else None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the model with Keras, to a file that Keras can load.
+        """Save the model to a file that Keras can load.
 
         Args:
             path: Path of a local file, ending in ``.keras``. An existing file is
                 replaced atomically.
 
         Raises:
-            OptionError: If the path has another ending.
+            OptionError: If the path has a different ending.
             OSError: If the file cannot be written.
         """
         target = Path(path)
@@ -559,7 +563,7 @@ class KerasModule(nn.Module, Penalised):
     def _draw_seeds_(self) -> None:
         if self._seeds:
             drawn = torch.randint(SEEDS, (len(self._seeds), 2))
-            drawn[:, 1] = 0  # Keras counts its draws there
+            drawn[:, 1] = 0  # where Keras counts its draws
             with torch.no_grad():
                 for state, seed in zip(self._seeds, drawn, strict=True):
                     state.value.copy_(seed)
@@ -606,18 +610,20 @@ class KerasModule(nn.Module, Penalised):
 
 
 def compile_config(model: Any) -> Mapping[str, Any]:
-    """Return the configuration that a Keras model is compiled with, or an empty one."""
+    """Return the compile settings of a Keras model; empty if it is not compiled."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about functions, which are not called
+        warnings.simplefilter(
+            "ignore"
+        )  # warnings about functions, which are not called
         config = model.get_compile_config() if model.compiled else {}
-    # As it is: Keras leaves out arguments of some losses.
+    # The loss itself, because Keras omits arguments of some losses.
     return {**config, "loss": model.loss} if config else config
 
 
 def _variables(model: Any) -> dict[str, tuple[Any, bool]]:
-    """Return each variable once by name, and whether it is trained.
+    """Return each variable once, by name, and whether it is trained.
 
-    Names follow the layers, as in ``"dense/kernel"``, without the name of the model.
+    Names are the paths of the layers, as in ``"dense/kernel"``, without the model's.
     """
     variables: dict[str, tuple[Any, bool]] = {}
 
@@ -630,7 +636,7 @@ def _variables(model: Any) -> dict[str, tuple[Any, bool]]:
                 while name in variables:
                     name += "_"
                 variables[name] = variable, is_trained
-        # Private in Keras 3, which has a public `layers` for models only.
+        # Private in Keras 3.11 to 3.15, where only models have a public `layers`.
         for inner in layer._layers:
             visit(inner, f"{prefix}{inner.name}/")
 
@@ -639,7 +645,7 @@ def _variables(model: Any) -> dict[str, tuple[Any, bool]]:
 
 
 def _seeds(model: Any) -> list[Any]:
-    # Private in Keras 3, which lists the generators of nested layers nowhere else.
+    # Private in Keras 3.11 to 3.15: nothing public lists generators of nested layers.
     layers = model._flatten_layers()
     return [seed.state for layer in layers for seed in layer._seed_generators]
 
@@ -647,14 +653,14 @@ def _seeds(model: Any) -> list[Any]:
 def _rebuilt(
     config: JSON, weights: Sequence[Tensor], training: bool, compiled: JSON
 ) -> KerasModule:
-    """Make a module again after pickling."""
+    """Recreate a module from its pickle."""
     module = KerasModule(built(config, seeded=False)).train(training)
     module.__dict__["_compile_config"] = compiled
     variables = [variable for variable, _ in module._variables.values()]
     if len(variables) != len(weights):
         raise ModelError(
             f"the model has {len(weights)} weights, but {len(variables)} after Keras "
-            "rebuilt it from its description: do two wrappers share a layer?"
+            "rebuilt it from its description; do two wrappers share a layer?"
         )
     with torch.no_grad():
         for variable, weight in zip(variables, weights, strict=True):

@@ -35,13 +35,13 @@ Reason = Literal["stopped", "not_finite", "target", "patience", "max_seconds"]
 
 @dataclass(frozen=True)
 class Stopping:
-    """Why a fit ended early, and the record of early stopping; `history.stopping`.
+    """Why a fit ended early, and the scores of early stopping; `history.stopping`.
 
     Attributes:
         monitor: The name of the score; None without :class:`~daskdl.EarlyStopping`.
         reason: Why the fit ended early: a callback ``"stopped"`` it, the score was
-            ``"not_finite"`` or reached the ``"target"``, ``"patience"`` was used up, or
-            ``"max_seconds"`` had passed. None if the fit ran all epochs.
+            ``"not_finite"`` or reached the ``"target"``, ``"patience"`` was exhausted,
+            or ``"max_seconds"`` had passed. None if the fit ran all epochs.
         details: The reason as text; empty without a reason.
         scores: Score of each checked epoch, by epoch, counted from 0.
         best_epoch: The epoch with the best score; None if no score was finite.
@@ -146,7 +146,7 @@ NOT_AGREED = (
 
 
 def check_log_names(names: Iterable[Any]) -> None:
-    """Refuse names of a step's logs that cannot be columns of a history."""
+    """Refuse names of logs that cannot be columns of a history."""
     for name in names:
         if not isinstance(name, str):
             raise ModelError(f"the names of logs must be strings, got {name!r}")
@@ -188,8 +188,8 @@ SUMMED = (
     "withheld",
     "folds",
 )
-MOST_EPOCHS = 200  # rows of the table of epochs in a report
-MOST_LAYERS = 200  # rows of its table of layers
+MOST_EPOCHS = 200  # rows in a report's table of epochs
+MOST_LAYERS = 200  # rows in a report's table of layers
 MOST_SHOWN = 5  # first rows, and as many last rows, in a notebook
 
 
@@ -206,7 +206,7 @@ class History(Sequence[Row]):
         layers: Samples of each parameter tensor, with :class:`~daskdl.LayerMonitor`.
         timeline: The activities of each replica over time.
         run: Options, versions, replicas, and the error if there was one.
-        stopping: Why the fit ended early, and the record of early stopping; None
+        stopping: Why the fit ended early, and the scores of early stopping; None
             without either, and until the fit ends.
 
     Example:
@@ -228,7 +228,7 @@ class History(Sequence[Row]):
         self._rows.append(LabelledRow(row))
 
     def drop_from(self, epoch: int) -> None:
-        """Remove the rows of an epoch and of later ones, which are trained again."""
+        """Remove the rows of this epoch and later ones, which are trained again."""
         self._rows = [row for row in self._rows if row["epoch"] < epoch]
 
     def column(self, name: str) -> list[Any]:
@@ -239,7 +239,7 @@ class History(Sequence[Row]):
 
     @property
     def _scores(self) -> list[str]:
-        """Names of logs and validation scores: all columns not in :data:`COLUMNS`."""
+        """Names of logs and validation scores: all columns outside `COLUMNS`."""
         names = dict.fromkeys(name for row in self._rows for name in row)
         return [name for name in names if name not in COLUMNS]
 
@@ -274,7 +274,7 @@ class History(Sequence[Row]):
         return f"<p>{html.escape(repr(self))}</p>" + self._table(rows)
 
     def _table(self, rows: Sequence[Row]) -> str:
-        """Render some of the rows; empty without rows."""
+        """Render rows as a table; empty without rows."""
         columns = [name for name in MAIN_COLUMNS if rows and name in self._rows[-1]]
         columns[2:2] = self._scores
         cells = [[row.get(name, math.nan) for name in columns] for row in rows]
@@ -321,7 +321,7 @@ class History(Sequence[Row]):
             axes.legend(frameon=False)
 
     def _lines(self, name: str) -> list[Line]:
-        """Return a column by epoch, and the score of the validation data if any."""
+        """Return a column by epoch, and its validation score if there is one."""
         lines = []
         for column in (name, f"val_{name}"):
             rows = [(row["epoch"], row[column]) for row in self._rows if column in row]
@@ -331,7 +331,7 @@ class History(Sequence[Row]):
 
     @property
     def _charted(self) -> list[str]:
-        """Logs and scores with a plot of their own."""
+        """Logs and scores that have their own plot."""
         scores = self._scores
         paired = {f"val_{name}" for name in ("loss", *scores)}
         return [name for name in scores if name not in paired]
@@ -341,10 +341,10 @@ class History(Sequence[Row]):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a report of the fit: one HTML file that needs no network.
 
-        The report has a summary, the error if the fit ended with one, curves, layers if
-        they were sampled, where the time went, the timeline of each replica, the
-        replicas that joined and left, epochs, options and versions. The file has a few
-        megabytes at most.
+        The report has a summary, the error if the fit failed, curves, layers if they
+        were sampled, the time by activity, the timeline of each replica, the replicas
+        that joined and left, epochs, options and versions. The file has a few megabytes
+        at most.
 
         Args:
             path: File to write; an existing file is replaced.
@@ -387,7 +387,7 @@ class History(Sequence[Row]):
         )
 
     def _facts(self) -> list[tuple[str, Any]]:
-        """Return the summary: names and values."""
+        """Return the names and values of the summary."""
         run, rows = self.run, self._rows
         facts: list[tuple[str, Any]] = [("epochs", len(rows))]
         if not math.isnan(run.seconds):
@@ -402,16 +402,16 @@ class History(Sequence[Row]):
                 facts.append(("best epoch", "none" if best is None else best))
         if run.replicas:
             gone = sum(r["left"] is not None for r in run.replicas.values())
-            facts += [("replicas", len(run.replicas)), ("of which left", gone)]
+            facts += [("replicas", len(run.replicas)), ("replicas that left", gone)]
         for name in SUMMED:
             if any(name in row for row in rows):
                 total = sum(row.get(name, 0) for row in rows)
                 if total or name in SUMMED[:3]:
                     facts.append((name.replace("_", " "), total))
-        spent = sum(row.get("seconds", 0) for row in rows)
-        if spent:
+        seconds = sum(row.get("seconds", 0) for row in rows)
+        if seconds:
             examples = sum(row["examples"] for row in rows)
-            facts.append(("examples per second", examples / spent))
+            facts.append(("examples per second", examples / seconds))
         return facts
 
     def _charts(self) -> str:
@@ -429,7 +429,7 @@ class History(Sequence[Row]):
         return "".join(charts)
 
     def _layer_charts(self) -> str:
-        """Return charts of the norms, and the histograms of the newest sample."""
+        """Return charts of the norms, and histograms of the latest sample."""
         charts, means = [], self.layers.means()
         for title, name in (
             ("log10 of update norm / parameter norm", "ratio"),
@@ -443,7 +443,7 @@ class History(Sequence[Row]):
                     values = [math.log10(v) if v > 0 else math.nan for v in values]
                 lines.append(Line(layer, list(by_step), values))
             charts.append(report.chart(title, "step", lines))
-        newest = max(self.layers, key=lambda row: (row["step"], -row["replica"]))
+        latest = max(self.layers, key=lambda row: (row["step"], -row["replica"]))
         sample = [
             [
                 *(row["name"], *(row[name] for name in NORMS)),
@@ -455,13 +455,16 @@ class History(Sequence[Row]):
                 ),
             ]
             for row in self.layers
-            if (row["step"], row["replica"]) == (newest["step"], newest["replica"])
+            if (row["step"], row["replica"]) == (latest["step"], latest["replica"])
         ]
         columns = ["name", *(name.replace("_", " ") for name in NORMS)]
-        few = f", {MOST_LAYERS} of {len(sample)} layers" if sample[MOST_LAYERS:] else ""
+        count = ""
+        if len(sample) > MOST_LAYERS:
+            count = f", {MOST_LAYERS} of {len(sample)} layers"
         return (
             f'<div class="charts">{"".join(charts)}</div><p>Lines are means over the '
-            f"replicas. Step {newest['step']} of replica {newest['replica']}{few}:</p>"
+            f"replicas. Step {latest['step']} of replica {latest['replica']}{count}:"
+            "</p>"
             + report.table(
                 sample[:MOST_LAYERS], [*columns, "parameters", "gradients", "updates"]
             )

@@ -1,7 +1,8 @@
-"""Pictures of an evaluation: confusion matrix, curves, reliability diagram.
+"""Plots of an evaluation: confusion matrix, curves, reliability diagram.
 
-Matplotlib is imported on use, and its global state does not change.
-C classes, M bins, P points of a curve.
+Matplotlib is imported on first use, and its global state does not change.
+
+Shape suffixes: C = classes, M = bins, P = points of a curve.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +23,11 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 DASHES = ("-", "--")
 PALE, DARK = "#BBBBBB", "#555555"
 
-_WIDTH, _HEIGHT = 6.0, 4.5  # of one picture, inches
-_COUNTED = 20  # largest matrix whose cells show their counts
+_WIDTH, _HEIGHT = 6.0, 4.5  # of one plot, inches
+_COUNTED = 20  # classes of the largest matrix whose cells show their counts
 _TICKS = 10  # class names along the sides of larger matrices
-_NAMED = 10  # curves with a color and a name, those with the smallest areas
-_BESIDE: dict[str, Any] = {
+_NAMED = 10  # curves with a color and a name: those with the smallest areas
+_LEGEND_BESIDE: dict[str, Any] = {
     "loc": "upper left",
     "bbox_to_anchor": (1.02, 1),
     "fontsize": "small",
@@ -34,8 +35,8 @@ _BESIDE: dict[str, Any] = {
 }
 
 
-def figure_of(pictures: "Sequence[Callable[[SubFigure], None]]") -> "Figure":
-    """Draw pictures in two columns."""
+def figure_of(plots: "Sequence[Callable[[SubFigure], None]]") -> "Figure":
+    """Draw plots in two columns."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -43,20 +44,20 @@ def figure_of(pictures: "Sequence[Callable[[SubFigure], None]]") -> "Figure":
         raise OptionError(
             "plot needs matplotlib: pip install 'daskdl[plots]'"
         ) from None
-    columns = min(len(pictures), 2)
-    rows = -(-len(pictures) // columns)
+    columns = min(len(plots), 2)
+    rows = -(-len(plots) // columns)
     size = (_WIDTH * columns, _HEIGHT * rows)
     figure = Figure(figsize=size, layout="constrained", dpi=100)
     FigureCanvasAgg(figure)
     parts = figure.subfigures(rows, columns, squeeze=False).flatten()
-    for picture, part in zip(pictures, parts, strict=False):
-        picture(part)
+    for plot, part in zip(plots, parts, strict=False):
+        plot(part)
     return figure
 
 
-def short(name: str, letters: int) -> str:
-    """Truncate a name."""
-    return name if len(name) <= letters else f"{name[: letters - 1]}…"
+def short(name: str, limit: int) -> str:
+    """Truncate a name to a number of characters."""
+    return name if len(name) <= limit else f"{name[: limit - 1]}…"
 
 
 def draw_confusion(
@@ -68,13 +69,13 @@ def draw_confusion(
     image = axes.imshow(share_CC, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, label="share of the row", fraction=0.046)
     axes.set(title="Confusion matrix", xlabel="predicted", ylabel="actual")
-    each = 1 if len(names) <= _COUNTED else -(-len(names) // _TICKS)
-    places = range(0, len(names), each)
+    spacing = 1 if len(names) <= _COUNTED else -(-len(names) // _TICKS)
+    ticks = range(0, len(names), spacing)
     # Matplotlib typesets text between dollar signs as mathematics.
-    shown = [short(names[k], 12).replace("$", r"\$") for k in places]
-    axes.set_yticks(places, shown)
-    upright = len(shown) > 4 and max(map(len, shown)) > 2
-    axes.set_xticks(places, shown, rotation=90 if upright else 0)
+    labels = [short(names[k], 12).replace("$", r"\$") for k in ticks]
+    axes.set_yticks(ticks, labels)
+    upright = len(labels) > 4 and max(map(len, labels)) > 2
+    axes.set_xticks(ticks, labels, rotation=90 if upright else 0)
     if len(names) > _COUNTED:
         return
     digits = max(len(str(confusion_CC.max())), 2)
@@ -93,7 +94,7 @@ def draw_curves(
     names: Sequence[str],
     figure: "SubFigure",
 ) -> None:
-    """Draw a curve for each class, with a legend beside the picture."""
+    """Draw a curve for each class, with a legend beside the plot."""
     roc = kind == "roc"
     title, x, y, area = (
         ("ROC", "false positive rate", "true positive rate", "AUC")
@@ -106,27 +107,27 @@ def draw_curves(
     drawstyle = "default" if roc else "steps-pre"
     if roc:
         axes.plot([0, 1], [0, 1], color=PALE, linestyle=":", zorder=1)
-    there = np.flatnonzero(~np.isnan(areas_C))
-    lowest = there[np.argsort(areas_C[there])[:_NAMED]]
-    named = there if len(there) <= _NAMED else lowest
+    defined = np.flatnonzero(~np.isnan(areas_C))
+    lowest = defined[np.argsort(areas_C[defined])[:_NAMED]]
+    named = defined if len(defined) <= _NAMED else lowest
     pale: dict[str, Any] = {"color": PALE, "linewidth": 0.6, "zorder": 2}
-    for k in np.setdiff1d(there, named):
+    for k in np.setdiff1d(defined, named):
         axes.plot(*curves_C2P[k], drawstyle=drawstyle, **pale)
-    for place, k in enumerate(named):
+    for i, k in enumerate(named):
         # Matplotlib hides labels that begin with "_".
         name = short(names[k], 14).replace("$", r"\$").replace("_", "\u200b_", 1)
         axes.plot(
             *curves_C2P[k],
             drawstyle=drawstyle,
             label=f"{name} ({area} {areas_C[k]:.3f})",
-            color=COLORS[place % len(COLORS)],
-            linestyle=DASHES[place // len(COLORS)],
+            color=COLORS[i % len(COLORS)],
+            linestyle=DASHES[i // len(COLORS)],
             linewidth=1.3,
             zorder=3,
         )
     if len(named):
-        heading = None if len(named) == len(there) else f"the {_NAMED} lowest"
-        axes.legend(title=heading, **_BESIDE)
+        heading = None if len(named) == len(defined) else f"the {_NAMED} lowest"
+        axes.legend(title=heading, **_LEGEND_BESIDE)
 
 
 def draw_reliability(
@@ -136,23 +137,23 @@ def draw_reliability(
     accuracy_M: Numbers,
     figure: "SubFigure",
 ) -> None:
-    """Draw the accuracy of predictions by confidence, above their number."""
+    """Draw the accuracy by confidence, above the number of predictions."""
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    there = count_M > 0
+    filled = count_M > 0
     width = np.diff(edges)
     bars: dict[str, Any] = {"align": "edge", "edgecolor": "white"}
     above.bar(
-        edges[:-1][there],
-        accuracy_M[there],
-        width[there],
+        edges[:-1][filled],
+        accuracy_M[filled],
+        width[filled],
         color=COLORS[4],
         label="accuracy of the bin",
         **bars,
     )
     above.plot([0, 1], [0, 1], color=DARK, linestyle=":", label="perfectly calibrated")
     above.plot(
-        confidence_M[there],
-        accuracy_M[there],
+        confidence_M[filled],
+        accuracy_M[filled],
         color=COLORS[1],
         marker="o",
         markersize=4,
@@ -161,6 +162,6 @@ def draw_reliability(
     above.set(
         title="Reliability", ylabel="accuracy of the bin", xlim=(0, 1), ylim=(0, 1.02)
     )
-    above.legend(**_BESIDE)
+    above.legend(**_LEGEND_BESIDE)
     below.bar(edges[:-1], count_M, width, color=PALE, **bars)
     below.set(xlabel="confidence", ylabel="predictions")

@@ -1,7 +1,7 @@
-"""Parts of a report about a run, in HTML that needs no other file.
+"""Parts of a report about a run, as HTML without external files.
 
-Charts are inline SVG; a script in the page draws timelines. All text that is passed in
-is escaped.
+Charts are inline SVG; a script in the page draws timelines. All text arguments are
+escaped.
 """
 
 import html
@@ -56,7 +56,7 @@ class Html(NamedTuple):
 
 
 def label_of(activity: str) -> str:
-    """Return the name of an activity as readers see it."""
+    """Return the name of an activity as reports show it."""
     return activity.replace("wait_", "wait: ")
 
 
@@ -98,7 +98,7 @@ def table(rows: Iterable[Sequence[Any]], columns: Sequence[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart; points are in order of x, and y may be NaN or infinite."""
+    """A line of a chart; x is in ascending order, and y may be NaN or infinite."""
 
     name: str
     x: Sequence[float]
@@ -106,17 +106,17 @@ class Line:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """The finite points; if there are too many, means of neighbouring points."""
+        """The finite points; if there are too many, means of neighboring points."""
         xy = [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(y)]
-        each = -(-len(xy) // MOST_POINTS) or 1
+        size = -(-len(xy) // MOST_POINTS) or 1
         return [
-            (fmean(x for x, _ in part), fmean(y for _, y in part))
-            for part in (xy[i : i + each] for i in range(0, len(xy), each))
+            (fmean(x for x, _ in group), fmean(y for _, y in group))
+            for group in (xy[i : i + size] for i in range(0, len(xy), size))
         ]
 
 
 def _ticks(low: float, high: float, most: int) -> list[float]:
-    """Return round numbers within a range."""
+    """Return at most about `most` round numbers within a range."""
     least = (high - low) / most
     step = 10.0 ** math.floor(math.log10(least))
     step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= least)
@@ -240,7 +240,7 @@ def bar(seconds: Mapping[str, float]) -> Html:
 
 
 def timeline(spans: Spans, began: float, left: Mapping[int, tuple[float, str]]) -> str:
-    """Render spans as data, with a script that draws them.
+    """Render spans as JSON, with a script that draws them.
 
     Args:
         spans: Ordered by replica and start.
@@ -268,13 +268,13 @@ def timeline(spans: Spans, began: float, left: Mapping[int, tuple[float, str]]) 
             for replica, row in rows.items()
         ],
     }
-    # Escaped, so that no text can close the script element.
+    # "<" is escaped, so that no text can close the script element.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     legend = "".join(f"<span>{_swatch(name)}{label_of(name)}</span>" for name in used)
     return (
         f'<p class="legend">{legend}</p><div id="timeline"><canvas></canvas>'
         "<output></output></div><p><small>Scroll to zoom, drag to move, double-click "
-        "to see all. Where short activities alternate, a column shows their shares. "
+        "to reset. Where short activities alternate, a column shows their shares. "
         "× marks the time at which a replica left.</small></p>"
         f'<script type="application/json" id="spans">{packed}</script>'
         f"<script>{_SCRIPT}</script>"
@@ -282,7 +282,7 @@ def timeline(spans: Spans, began: float, left: Mapping[int, tuple[float, str]]) 
 
 
 def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
-    """Render a page from headings and HTML; sections without HTML are left out."""
+    """Render a page of sections, (heading, HTML), without the empty ones."""
     body = "".join(
         f"<section><h2>{html.escape(heading)}</h2>{content}</section>"
         for heading, content in sections

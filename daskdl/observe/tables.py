@@ -28,9 +28,10 @@ T = TypeVar("T")
 class Thinned(Generic[T]):
     """A bounded, evenly thinned sequence of numbered rows, in order of arrival.
 
-    Beyond `most` rows, only rows with even numbers stay, then only every fourth number,
-    then every eighth, and so on. Rows with equal numbers stay or go together; the rows
-    of the last remaining number stay, even if they exceed `most`.
+    Beyond `most` rows, only rows with even numbers are kept, then only every fourth
+    number, then every eighth, and so on. Rows with equal numbers are kept or dropped
+    together; the rows of the last remaining number are kept, even if they exceed
+    `most`.
 
     Attributes:
         numbered: The rows with their numbers.
@@ -82,8 +83,8 @@ class LabelledRow(dict[str, Any]):
         raise no_column(name, self)
 
 
-# A row takes about 710 bytes of memory in a table of steps, 830 in a table of layers:
-# 17 MB at most.
+# Memory of a row: about 710 bytes in a table of steps, and 830 in a table of layers.
+# A table takes 17 MB at most.
 MOST_ROWS = 20_000
 
 STEP_COLUMNS: Mapping[str, str] = {
@@ -233,7 +234,7 @@ def unpack_rows(
 ) -> list[tuple[int, R]]:
     """Unpack rows from :func:`pack_rows`.
 
-    If another release packed them, `layout` is the layout of that release: missing
+    If another release packed the rows, `layout` is the layout of that release: missing
     columns get their defaults, and unknown columns are ignored.
     """
     current = layout_of(kind)
@@ -306,7 +307,7 @@ class StepTable(_Table[StepRow]):
 
     Every row has the keys of :data:`STEP_COLUMNS`. The rows of an epoch are added when
     the epoch ends, in ascending order of replica. The table holds at most 20,000 rows:
-    beyond that, it drops every second row of each replica, also of those added later.
+    beyond that, it drops every second row of each replica, including later rows.
 
     Example:
         >>> table = StepTable()
@@ -325,7 +326,7 @@ class LayerTable(_Table[LayerRow]):
     :data:`LAYER_COLUMNS`; the rows of a step are in the order of the model's
     parameters. The rows of an epoch are added when the epoch ends, in ascending order
     of replica. The table holds at most 20,000 rows, or one step of each replica if that
-    is more: beyond that, it drops every second step, also of those added later.
+    is more: beyond that, it drops every second step, including later steps.
 
     Histograms do not count NaN, infinities and values beyond 1e37.
 

@@ -1,7 +1,7 @@
 """The activities of each replica of a fit, as spans of time.
 
-A training loop records an activity in half a microsecond. Neighbouring spans are merged
-so that few remain, without losing time.
+Recording an activity takes half a microsecond. Neighboring spans are merged into few,
+which keeps the sums of seconds.
 """
 
 import time
@@ -53,13 +53,13 @@ Spans = NDArray[np.void]
 
 MOST_REPORTED = 256  # spans of one replica between two reports: 29 KB
 MOST_SPANS = 32_768  # of all replicas: 3.7 MB
-LEAST_S = 1e-3  # shorter activities are merged from the beginning
+LEAST_S = 1e-3  # shorter activities are always merged
 
 
 def merged(spans: Spans, width_s: float) -> Spans:
     """Merge the spans of a replica that start in the same interval of this width.
 
-    Spans are ordered by replica and start. A span of at least this width is not merged.
+    The spans are ordered by replica and start. Spans of at least this width are kept.
     """
     if not len(spans):
         return spans
@@ -90,10 +90,10 @@ def bounded(spans: Spans, most: int, width_s: float) -> tuple[Spans, float]:
 
 
 class SpanLog:
-    """Records the activities of one replica, from now on without a gap.
+    """Records the activities of one replica, from now on without gaps.
 
-    An activity shorter than the current width shares a span with its neighbours; a
-    longer activity has a span of its own. The width grows with the recorded time, so a
+    An activity shorter than the current width shares a span with its neighbors; a
+    longer activity has its own span. The width grows with the recorded time, so a
     replica reports few spans, however long it trains.
     """
 
@@ -167,9 +167,9 @@ class Timeline(Sequence[Mapping[str, Any]]):
     """The activities of each replica; a sequence of mappings, one per span of time.
 
     Every row has the keys of :data:`SPAN_COLUMNS`. Rows are ordered by replica and
-    start. A long activity has a row of its own; consecutive shorter activities share a
-    row, with the seconds of each. The timeline holds at most 32,768 rows: beyond that,
-    neighbouring rows are merged, which keeps the sums of seconds.
+    start. A long activity has its own row; consecutive shorter activities share a row,
+    which has the seconds of each. The timeline holds at most 32,768 rows: beyond that,
+    neighboring rows are merged, which keeps the sums of seconds.
 
     Example:
         >>> log = SpanLog(replica=0)
@@ -190,9 +190,9 @@ class Timeline(Sequence[Mapping[str, Any]]):
         """Add spans of any replicas, packed by :class:`SpanLog`.
 
         Args:
-            packed: A whole number of spans.
+            packed: Any number of spans.
             layout: Layout of the spans. If another release packed them, missing
-                activities have taken no time, and unknown activities are ignored.
+                activities take no time, and unknown activities are ignored.
         """
         spans = np.frombuffer(packed, layout)
         if layout != SPANS:

@@ -67,7 +67,7 @@ from daskdl.training.data_feed import WorkerStore
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.replica import FitResult, Replica, warm_up
 from daskdl.training.state import ReplicaState, decoded
-from daskdl.util import OWN, REMEDY, arrival_plugin, mismatch
+from daskdl.util import CLIENT_VERSIONS, REMEDY, arrival_plugin, mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -569,7 +569,7 @@ class DaskBackend(Backend):
                         "worker %s has joined the cluster, but is not used: %s; %s; %s",
                         worker,
                         differing,
-                        OWN,
+                        CLIENT_VERSIONS,
                         REMEDY,
                     )
                 else:

@@ -20,7 +20,7 @@ from tests.support.clusters import ProcessCluster, Script, enough
 from tests.support.problems import mlp, rows, trainer
 
 X, Y = rows()
-REMEDY = "install the same daskdl, and a torch of the same minor version"
+REMEDY = "install the same daskdl and the same minor version of torch"
 
 
 def loaded(packages):
@@ -150,7 +150,7 @@ def test_a_worker_that_hangs_is_named(client, do):
 
     assert str(caught.value) == (
         f"worker {worker}: no answer within 2 s (daskdl.timeouts.join + request) about "
-        "the versions of daskdl and torch; the process hangs, or imports them slowly"
+        "the versions of daskdl and torch; the process hangs, or its imports are slow"
     )
 
 

@@ -292,7 +292,7 @@ class TestParts:
         ({"keep_every": "2"}, r"keep_every must be .* got '2'"),
         ({"keep_best": "kl"}, "mode must be 'min' or 'max' with keep_best='kl'"),
         ({"keep_best": []}, r"keep_best must be the name of a column .* got \[\]"),
-        ({"mode": "max"}, "mode='max' is for keep_best, got None"),
+        ({"mode": "max"}, "mode='max' has no effect without keep_best; leave it out"),
         ({"storage_options": "password"}, r"must be a dict.* got a str$"),
     ],
     ids=repr,

@@ -60,25 +60,25 @@ CLASSES = {  # what is or has another class than Keras', and the name that is sh
 }
 OTHERS = [
     *[
-        (layer(kind), f"is a {kind}, which is made of code; nothing of a")
+        (layer(kind), f"is a {kind}, which contains code, and code")
         for kind in ("Lambda", "TorchModuleWrapper", "TFSMLayer", "JaxLayer")
     ],
     *[
-        (layer(activation={"class_name": kind, "config": {}}), "which is made of code")
+        (layer(activation={"class_name": kind, "config": {}}), "which contains code")
         for kind in ("__lambda__", "__typespec__")
     ],
     *[
-        (layer(kind), f"is a {kind}; turn words")
+        (layer(kind), f"is a {kind}; convert words")
         for kind in ("TextVectorization", "StringLookup")
     ],
     *[
-        (layer(activation=function(name)), "which is no activation of Keras")
+        (layer(activation=function(name)), "which is not one of Keras' activations")
         for name in ("get_file", "__init__.x", ["relu"])
     ],
     (layer(kernel_constraint=policy("MaxNorm")), "set kernel_constraint to null"),
     (layer(bias_constraint="max_norm"), "has a constraint, "),
     (layer(stateful=True), "has stateful=True"),
-    (layer(dtype=policy("QuantizedDTypePolicy", name="int8")), "is quantised"),
+    (layer(dtype=policy("QuantizedDTypePolicy", name="int8")), "is quantized"),
 ]
 
 
@@ -229,7 +229,7 @@ def test_the_backend_is_torch_from_the_first_use_on(tmp_path):
     assert in_a_fork(loaded, str(tmp_path)) == (False, "torch", False)
 
 
-OTHER = "Keras models are trained on Keras' backend 'torch', and "
+OTHER = "Keras models need Keras' backend 'torch', but "
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ OTHER = "Keras models are trained on Keras' backend 'torch', and "
             "3.15.1",
             "jax",
             "torch",
-            f"{OTHER}keras has been imported with 'jax' in this",
+            f"{OTHER}Keras has been imported with 'jax' in this",
         ),
         ("none", None, "torch", "cannot be imported here: import of keras halted"),
         ("2.15.0", "torch", "torch", "need Keras 3, got 2.15.0"),

@@ -259,24 +259,24 @@ class TestCompiled:
         [
             (
                 {"loss": "mape"},
-                r"loss 'mape' is not known by name, as 'sparse_.*=lambda p, y: 100 \*",
+                r"loss 'mape' is not among the known names 'sparse_.*=lambda p, y: 100 \*",
             ),
             (
                 {"loss": "log_cosh"},
-                r"give loss=lambda p, y: \(p - y\).cosh\(\).log\(\).mean\(\)",
+                r"pass loss=lambda p, y: \(p - y\).cosh\(\).log\(\).mean\(\)",
             ),
             (
                 {"loss": BINARY(reduction="sum")},
                 "'BinaryCrossentropy' has reduction='sum'.* give a function of",
             ),
-            ({"loss": lambda y, p: p}, "loss '.*lambda.*' is not known by name"),
+            ({"loss": lambda y, p: p}, "loss '.*lambda.*' is not among the known"),
             (
                 {"optimizer": OPTIMIZERS.Ftrl()},
-                r"optimizer 'Ftrl' is none of SGD, Adam, .* give Trainer\(optimizer=",
+                r"optimizer 'Ftrl' must be one of SGD, Adam, .* pass Trainer\(optimizer=",
             ),
             (
                 {"optimizer": OPTIMIZERS.Adam(OPTIMIZERS.schedules.CosineDecay(1, 9))},
-                r"learning rate CosineDecay; give Trainer\(optimizer=..., scheduler=",
+                r"learning rate CosineDecay; pass Trainer\(optimizer=..., scheduler=",
             ),
             (
                 {"optimizer": OPTIMIZERS.SGD(weight_decay=0.1)},
@@ -284,7 +284,7 @@ class TestCompiled:
             ),
             (
                 {"optimizer": OPTIMIZERS.SGD(global_clipnorm=1.0)},
-                r"has global_clipnorm=1.0; give Trainer\(clip_grad_norm=...\)",
+                r"has global_clipnorm=1.0; pass .*clip_grad_norm=...\)",
             ),
             (
                 {"metrics": [keras.metrics.Precision(thresholds=0.3)]},
@@ -435,10 +435,16 @@ class TestHdf5:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda f: f.attrs.pop("model_config"), "has no model, .*load_weights"),
-            (lambda f: f.attrs.update(model_config="{"), "model_config is no JSON"),
-            (lambda f: f.attrs.update(model_config=3), "model_config is no text"),
-            (lambda f: f.pop("model_weights"), "has not the weights of its model"),
+            (
+                lambda f: f.attrs.pop("model_config"),
+                "contains no model, .*load_weights",
+            ),
+            (
+                lambda f: f.attrs.update(model_config="{"),
+                "model_config is not valid JSON",
+            ),
+            (lambda f: f.attrs.update(model_config=3), "model_config must be text"),
+            (lambda f: f.pop("model_weights"), "do not fit its model"),
             (
                 lambda f: f.update({"model_weights/x": h5py.ExternalLink("a", "b")}),
                 "'model_weights/x' is a ExternalLink",
@@ -457,9 +463,11 @@ class TestHdf5:
     def test_damaged_files_and_other_endings_are_refused(self, tmp_path):
         (tmp_path / "x.h5").write_bytes(b"no HDF5 at all")
 
-        with pytest.raises(ModelError, match=r"x.h5 is no HDF5, or damaged"):
+        with pytest.raises(
+            ModelError, match=r"x.h5 is not an HDF5 file, or is damaged"
+        ):
             from_saved(tmp_path / "x.h5")
         with pytest.raises(
-            ModelError, match=r"ends in '.keras', '.h5' or '.hdf5', got"
+            ModelError, match=r"must end in '.keras', '.h5' or '.hdf5', got"
         ):
             from_saved(tmp_path / "x.pb")

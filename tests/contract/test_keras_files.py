@@ -79,8 +79,8 @@ class TestFromConfig:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ("{", "the configuration is no JSON"),
-            ("{}", "class_name out of Functional, Model, Sequential, got None"),
+            ("{", "the configuration is not valid JSON"),
+            ("{}", "class_name among Functional, Model, Sequential, got None"),
             ('{"class_name": "Dense"}', "got 'Dense'"),
             ('{"class_name": "Sequential"}', "it must have a config"),
             ('{"class_name": "Sequential", "config": {}}', "KeyError: 'layers'"),
@@ -148,14 +148,14 @@ class TestFromSaved:
     @pytest.mark.parametrize(
         ("members", "message"),
         [
-            ({"config.json": None}, "has no config.json"),
-            ({"model.weights.h5": None}, "has no model.weights.h5"),
-            ({"config.json": b"{"}, "config.json is no JSON"),
-            ({"model.weights.h5": b"nonsense"}, "has not the weights of its model"),
-            ({"config.json": ANOTHER}, "has not the weights of its model"),
-            ({"é": b""}, "has 'é' beside the model"),
-            ({"assets/x": b"words"}, "has 'assets/x' beside the model"),
-            ({"../evil": b"x"}, "has '../evil' beside the model"),
+            ({"config.json": None}, "is not a Keras 3 file: no config.json"),
+            ({"model.weights.h5": None}, "is not a Keras 3 file: no model.weights.h5"),
+            ({"config.json": b"{"}, "config.json is not valid JSON"),
+            ({"model.weights.h5": b"nonsense"}, "do not fit its model"),
+            ({"config.json": ANOTHER}, "do not fit its model"),
+            ({"é": b""}, "contains 'é' beside the model"),
+            ({"assets/x": b"words"}, "contains 'assets/x' beside the model"),
+            ({"../evil": b"x"}, "contains '../evil' beside the model"),
         ],
         ids=str,
     )
@@ -189,7 +189,9 @@ class TestFromSaved:
     def test_an_oversized_description_is_not_read(self, saved, tmp_path, monkeypatch):
         monkeypatch.setattr("daskdl.keras.load.MOST_CONFIG_BYTES", 100)
 
-        with pytest.raises(ModelError, match=r"config.json has \d+ bytes, more than"):
+        with pytest.raises(
+            ModelError, match=r"config.json has \d+ bytes, but at most 100"
+        ):
             from_saved(saved)
 
 
@@ -272,13 +274,13 @@ def with_kernel(saved, target, change, secret):
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (outside, f"the numbers of '{KERNEL}' are in another file"),
-        (assembled, f"the numbers of '{KERNEL}' are in another file"),
+        (outside, f"the values of '{KERNEL}' are in another file"),
+        (assembled, f"the values of '{KERNEL}' are in another file"),
         (linked, f"'{KERNEL}' is a ExternalLink"),
         (elsewhere, f"'{KERNEL}' is a SoftLink"),
-        (words, f"'{KERNEL}' has no numbers"),
-        (endless, "they would take 4000000000000012 bytes, and those of its model at "),
-        (round_in_circles, "they would take 4000000000000012 bytes, and those of its "),
+        (words, f"the values of '{KERNEL}' are not numbers"),
+        (endless, "they would take 4000000000000012 bytes, but those of its model at "),
+        (round_in_circles, "they would take 4000000000000012 bytes, but those of its "),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

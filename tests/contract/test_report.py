@@ -145,7 +145,7 @@ def test_a_report_has_the_error_and_who_left(tmp_path):
     assert page.text["Error"] == history.run.error
     assert page.tables["Replicas"][2][4] == "no heartbeat for 60 s & more"
     assert page.data["rows"][1]["left"][1] == "no heartbeat for 60 s & more"
-    assert dict(page.tables["Summary"])["of which left"] == "1"
+    assert dict(page.tables["Summary"])["replicas that left"] == "1"
 
 
 def test_nothing_in_it_is_taken_for_markup(tmp_path):

@@ -137,24 +137,24 @@ def test_a_loss_that_is_given_gets_the_logits_of_an_object(expected):
 
 
 GIVE = (
-    "loss must be given, such as loss=torch.nn.CrossEntropyLoss(), or a step; without "
-    "both, the model returns its loss"
+    "pass loss=, such as torch.nn.CrossEntropyLoss(), or step=; without both, the "
+    "model must compute its own loss"
 )
 
 
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [
-        (nn.Linear(20, 4), (X, Y), f"{GIVE}: it gets y as 'labels', but forward of "
+        (nn.Linear(20, 4), (X, Y), f"{GIVE} from y, its 'labels', but forward of "
          "Linear takes 'input'"),
-        (nn.Linear(20, 4), (X,), f"{GIVE}, but Linear returned a Tensor, and no 'loss"),
+        (nn.Linear(20, 4), (X,), f"{GIVE}, but Linear returned a Tensor, without"),
         (Classifier(), (X,), f"{GIVE}, but Classifier returned a dict with 'logits', "
-         "and no 'loss', which models of transformers compute from labels, given as y "
-         "or X['labels']"),
-        (OfObjects(), (X,), "returned a SimpleNamespace with 'logits', and no 'loss'"),
+         "without 'loss'; transformers' models compute it from labels, passed as y or "
+         "X['labels']"),
+        (OfObjects(), (X,), "returned a SimpleNamespace with 'logits', without 'loss'"),
         (Classifier(), (HELD, Y[:32]), "labels are passed both as y and as X"),
         (Classifier(), ({"X": X, "label": Y},), "forward of Classifier takes 'X', "
-         "'labels', 'weights', and X has 'X', 'label': 'label' is none of them"),
+         "'labels', 'weights', but X has 'X', 'label': 'label' is none of them"),
     ],
     ids=["forgotten", "no labels", "no loss", "an object", "labels twice", "label"],
 )  # fmt: skip

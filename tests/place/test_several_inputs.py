@@ -120,12 +120,12 @@ def test_an_argument_without_a_name_gets_the_whole_dict():
 @pytest.mark.parametrize(
     ("model", "X", "message"),
     [
-        (Both(), {"a": A, "c": B}, "forward of Both takes 'a', 'b', 'scale', and X has "
-         "'a', 'c': 'c' is none of them, 'b' is missing; name the keys of X like"),
-        (Both(), {"a": A}, "and X has 'a': 'b' is missing; name"),
-        (Both(), (A, B, A, B), "takes 'a', 'b', 'scale', and X is a tuple of 4; give "
-         "as many, or a dict of these names"),
-        (Batch(), {"batch": A, "scales": B}, "'scales' is none of them; name"),
+        (Both(), {"a": A, "c": B}, "forward of Both takes 'a', 'b', 'scale', but X has "
+         "'a', 'c': 'c' is none of them, 'b' is missing; rename the keys of X to"),
+        (Both(), {"a": A}, "but X has 'a': 'b' is missing; rename"),
+        (Both(), (A, B, A, B), "takes 'a', 'b', 'scale', but X is a tuple of 4; pass "
+         "one value for each argument, or a dict with these keys"),
+        (Batch(), {"batch": A, "scales": B}, "'scales' is none of them; rename"),
     ],
     ids=["other key", "missing key", "long tuple", "batch"],
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """The command line, ``daskdl``: commands that use the public interface.
 
-Each error is a line on standard error; the exit code is 2 if the command is wrong, and
-1 if a run failed. Importing torch takes seconds, so only the commands that need torch
-import it: ``--help`` does not.
+Errors are messages on standard error; the exit code is 2 if the command is wrong, and 1
+if a run failed. Importing torch takes seconds, so only the commands that need torch
+import it; ``--help`` does not.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class FailedError(click.ClickException):
 
     def __init__(self, message: str, exit_code: int = USAGE) -> None:
         super().__init__(message)
-        self.exit_code = exit_code  # type: ignore[misc]  # click itself does so
+        self.exit_code = exit_code  # type: ignore[misc]  # click has a class variable
 
 
 class Command(click.Command):
@@ -65,8 +65,8 @@ class Command(click.Command):
             ctx.exit(INTERRUPTED)
 
 
-class Setting(click.ParamType):  # type: ignore[type-arg]  # not generic before 8.4
-    """``NAME=VALUE``, where the value is JSON, or else text.
+class Setting(click.ParamType):  # type: ignore[type-arg]  # not generic in click 8.2
+    """``NAME=VALUE``, where the value is JSON or, if that fails, text.
 
     Example:
         >>> Setting().convert("lr=1e-3", None, None)
@@ -86,7 +86,7 @@ class Setting(click.ParamType):  # type: ignore[type-arg]  # not generic before 
             return name, text
 
 
-# ---- what several commands take
+# ---- shared options
 
 IS_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -112,12 +112,14 @@ def _settings(option: str, name: str, help: str) -> Callable[[F], F]:
 
 _factory = _options(
     click.argument("factory", metavar="MODULE:FACTORY"),
-    _settings("--arg", "arguments", "Argument of the factory, as lr=0.1; repeatable."),
+    _settings(
+        "--arg", "arguments", "Argument of the factory, such as lr=0.1; repeatable."
+    ),
 )
 _storage = _settings(
     "--storage-option",
     "storage",
-    "fsspec option of all URLs, as anon=true; repeatable.",
+    "fsspec option for all URLs, such as anon=true; repeatable.",
 )
 _data = _options(
     click.option(
@@ -125,14 +127,14 @@ _data = _options(
         required=True,
         multiple=True,
         metavar="URL",
-        help="A folder, or files and patterns such as s3://bucket/train/*.npz, which "
-        "may be repeated. Or MODULE:FUNCTION, which returns any data that fit takes: "
+        help="A folder, or files and patterns such as s3://bucket/train/*.npz; "
+        "repeatable. Or MODULE:FUNCTION, which returns any data that fit takes: "
         "(X, y), or both in one object.",
     ),
     click.option(
         "--loader",
         metavar="MODULE:NAME",
-        help="Makes (x, y) from a file: a function of the open file, or a reader such "
+        help="Reads (x, y) from a file: a function of the open file, or a reader such "
         "as daskdl.data.Csv(label=...). Default: chosen by the files' extension.",
     ),
     _storage,
@@ -152,14 +154,15 @@ _cluster = _options(
         "--slurm",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Submit N SLURM jobs, and keep as many: needs dask-jobqueue, whose "
-        "configuration has cores, memory and the like.",
+        help="Submit N SLURM jobs, and replace jobs that end. Needs dask-jobqueue, "
+        "whose configuration sets the cores and the memory of a job.",
     ),
     click.option(
         "--local",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Start N processes on this machine. Default: one cluster for all cores.",
+        help="Start N worker processes on this machine. Default without these three "
+        "options: the trainer's client, or processes for all cores.",
     ),
 )
 
@@ -177,8 +180,8 @@ def _imported(reference: str) -> Any:
     def failed(error: Exception) -> NoReturn:
         missing = isinstance(error, ModuleNotFoundError) and error.name
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            why = "not in this folder, nor installed"
-            raise FailedError(f"there is no module {module_name!r}: {why}") from error
+            where = "in this folder or among the installed packages"
+            raise FailedError(f"no module {module_name!r} {where}") from error
         raise FailedError(f"importing {module_name!r} {_raised(error)}") from error
 
     module = guarded(lambda: importlib.import_module(module_name), failed)
@@ -189,8 +192,8 @@ def _imported(reference: str) -> Any:
 
 
 @contextlib.contextmanager
-def _carried(references: Iterable[str | None]) -> Iterator[None]:
-    """Pickle modules that are single files by value, for workers that lack them.
+def _pickled_by_value(references: Iterable[str | None]) -> Iterator[None]:
+    """Context manager: pickle single-file modules by value, for workers without them.
 
     Tracebacks then show no source lines of these modules.
     """
@@ -251,7 +254,7 @@ def _read(
 
     if len(data) == 1 and IS_NAME.fullmatch(data[0]):
         if loader is not None:
-            raise FailedError("--loader is for URLs, and --data is a function")
+            raise FailedError("--loader needs URLs, but --data is a function")
         X = _called(data[0], {})
         return X if isinstance(X, tuple) and len(X) == 2 else (X,)
     read = None if loader is None else _imported(loader)
@@ -265,7 +268,7 @@ def _client(
 ) -> "Iterator[Client | None]":
     """Connect to a cluster, or start one; yield None without any of the options."""
     if sum(option is not None for option in (scheduler, slurm, local)) > 1:
-        raise FailedError("give only one of --scheduler, --slurm and --local")
+        raise FailedError("use only one of --scheduler, --slurm and --local")
     from distributed import Client
 
     from daskdl.util import local_client
@@ -301,7 +304,7 @@ def _slurm_cluster(jobs: int) -> Any:
     except ValueError as error:
         where = "Dask's configuration, jobqueue.slurm"
         raise FailedError(f"{error} Set it in {where}.") from error
-    # Unlike `scale`, `adapt` submits a job again when its time is over.
+    # Unlike `scale`, `adapt` submits a new job when the time of a job is over.
     cluster.adapt(minimum_jobs=jobs, maximum_jobs=jobs)
     return cluster
 
@@ -323,7 +326,7 @@ def cli(traceback: bool) -> None:
     "--validation",
     multiple=True,
     metavar="URL",
-    help="Data to score the model on after each epoch, as --data.",
+    help="Data to score the model on after each epoch, in the forms of --data.",
 )
 @click.option(
     "--epochs",
@@ -336,18 +339,19 @@ def cli(traceback: bool) -> None:
 @click.option("--checkpoint", metavar="URL", help="Write checkpoints to this folder.")
 @click.option(
     "--every",
-    help="When to write them: epoch, 500 steps, 10 minutes, ...  [default: epoch]",
+    help="When to write checkpoints: epoch, 500 steps, 10 minutes, ...  "
+    "[default: epoch]",
 )
 @click.option(
     "--resume",
     is_flag=True,
-    help="Continue from the newest checkpoint; start anew if there is none.",
+    help="Continue from the newest checkpoint; start from scratch if there is none.",
 )
 @click.option("--save", metavar="URL", help="Save the trainer to this folder.")
 @click.option(
     "--report",
     type=click.Path(dir_okay=False, writable=True),
-    help="Write an HTML report to this file, also if the run fails.",
+    help="Write an HTML report to this file, even if the run fails.",
 )
 def train(
     factory: str,
@@ -370,12 +374,12 @@ def train(
     """Train the daskdl.Trainer that a function returns.
 
     MODULE is imported from this folder or from the installed packages. Workers of a
-    running cluster need not have it if it is a single file; a package has to be
+    running cluster do not need MODULE if it is a single file; a package must be
     installed on them.
 
     \b
     daskdl train nets:digits --data 'digits/*.npz' --epochs 10 --local 4 --save model
-    """  # noqa: D301 - click's mark for lines to keep
+    """  # noqa: D301 - click keeps the lines after this mark
     trainer = _trainer(factory, arguments)
     callbacks = [*trainer.callbacks]
     rule = _checkpointing(callbacks, checkpoint, every, storage, resume=resume)
@@ -390,7 +394,8 @@ def train(
         if client is not None:
             trainer.client = client
         if scheduler is not None:
-            ending.enter_context(_carried([factory, loader, *data, *validation]))
+            references = [factory, loader, *data, *validation]
+            ending.enter_context(_pickled_by_value(references))
         if report is not None:
             ending.push(functools.partial(_report, trainer, report))
         trainer.callbacks = [*callbacks, *added]
@@ -405,7 +410,7 @@ def train(
         except KeyboardInterrupt:
             click.echo(_where_to_resume(rule), err=True)
             raise
-        trainer.callbacks = callbacks  # saved without those of this command
+        trainer.callbacks = callbacks  # the save excludes callbacks of this command
         if save is not None:
             trainer.save(save, storage_options=storage or None)
             click.echo(f"saved in {save}")
@@ -418,7 +423,7 @@ def _report(
     error: BaseException | None,
     trace: object,
 ) -> None:
-    """Write a report of the run; if the run failed, its own error is raised."""
+    """Write a report; if that fails after the run failed, keep the run's error."""
     if not hasattr(trainer, "history_"):  # the run failed before training
         return
     try:
@@ -448,7 +453,9 @@ def _checkpointing(
             raise FailedError("--resume needs --checkpoint")
         return existing
     if existing is not None:
-        raise FailedError("--checkpoint: the factory's trainer has a Checkpoint")
+        raise FailedError(
+            "--checkpoint cannot be used: the factory's trainer has a Checkpoint"
+        )
     return daskdl.Checkpoint(
         url,
         every=int(every) if every and every.isdigit() else every or "epoch",
@@ -460,10 +467,10 @@ def _where_to_resume(rule: "daskdl.Checkpoint | None") -> str:
     from daskdl.saving.checkpoints import Series
 
     if rule is None:
-        return "This run has no checkpoint: --checkpoint was not given."
+        return "This run has no checkpoint, because --checkpoint was not used."
     newest = Series.at(rule.url, rule.storage_options).newest()
     if newest is None:
-        return f"No checkpoint was complete in {rule.url}."
+        return f"{rule.url} has no complete checkpoint."
     return (
         f"The last checkpoint is {newest.store.url}; continue with the same command "
         "and --resume."
@@ -478,22 +485,24 @@ def _where_to_resume(rule: "daskdl.Checkpoint | None") -> str:
     type=click.IntRange(min=1),
     default=64,
     show_default=True,
-    help="Plan for 1 up to this number of workers.",
+    help="Largest number of workers.",
 )
 @click.option(
     "--bandwidth",
     type=click.FloatRange(min=0, min_open=True),
     metavar="GBIT/S",
-    help="Of each machine's link. Default: all workers are on this machine.",
+    help="Bandwidth of each machine's link. Default: all workers are on this machine.",
 )
 @click.option(
     "--latency",
     type=click.FloatRange(min=0),
     metavar="MS",
-    help="From machine to machine, one way.  [default: 0.5]",
+    help="One-way latency between machines.  [default: 0.5]",
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), help="Of each worker. Default: as here."
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads of each worker. Default: as in this process.",
 )
 def plan(
     factory: str,
@@ -507,27 +516,27 @@ def plan(
     latency: float | None,
     threads: int | None,
 ) -> None:
-    """Predict from some seconds on this machine how many workers pay off.
+    """Predict how many workers pay off, from a few seconds on this machine.
 
     \b
     daskdl plan nets:digits --data 'digits/*.npz' --workers 16 --bandwidth 1
-    """  # noqa: D301 - click's mark for lines to keep
+    """  # noqa: D301 - click keeps the lines after this mark
     from daskdl.data.checks import optimizer_function
 
     if latency is not None and bandwidth is None:
         raise FailedError("--latency needs --bandwidth")
     trainer = _trainer(factory, arguments)
     if trainer.loss is None:
-        raise FailedError("plan needs a trainer with loss=, this one has none")
+        raise FailedError("plan needs a trainer with loss=, got one without")
     if not isinstance(trainer.master, daskdl.GradientSharing):
         kind = type(trainer.master).__name__
-        raise FailedError(f"plan needs a master of GradientSharing, got a {kind}")
+        raise FailedError(f"plan needs master=GradientSharing(...), got a {kind}")
     X = _read(data, loader, storage)
     link = None
     if bandwidth is not None:
         latency_s = (0.5 if latency is None else latency) / 1e3
         link = daskdl.Network(1e9 * bandwidth, latency_s)
-    planned = daskdl.plan(
+    prediction = daskdl.plan(
         trainer.model,
         _first_batch(X, batch_size, trainer.transform),
         workers,
@@ -537,11 +546,11 @@ def plan(
         master=trainer.master,
         threads=threads,
     )
-    click.echo(planned)
+    click.echo(prediction)
 
 
 def _first_batch(X: tuple[Any, ...], size: int, transform: Any) -> Any:
-    """Load the first rows of the data, as a replica gets them for a step."""
+    """Load the first rows of the data, like a replica for a step."""
     from daskdl.data import batching
     from daskdl.data.inputs import source_of
 
@@ -571,7 +580,7 @@ def report(run: str, file: str, storage: Mapping[str, Any]) -> None:
 @click.option(
     "--scheduler",
     metavar="ADDRESS",
-    help="Of the cluster to check. Default: one that is started on this machine.",
+    help="Scheduler of the cluster to check. Default: a cluster on this machine.",
 )
 @click.option(
     "--seconds",
@@ -583,9 +592,9 @@ def report(run: str, file: str, storage: Mapping[str, Any]) -> None:
 def check(scheduler: str | None, seconds: float) -> None:
     """Check a cluster: one verdict for each worker.
 
-    Looks at versions, threads, memory and devices, measures what all workers send to
-    each other at once, and trains a small network. The exit code is 1 if a worker
-    cannot take part.
+    Compares versions, lists threads, memory and devices, measures bandwidth while all
+    workers send at the same time, and trains a small network. The exit code is 1 if a
+    worker cannot take part.
     """
     from daskdl import util
 
@@ -595,43 +604,44 @@ def check(scheduler: str | None, seconds: float) -> None:
     ):
         client = connected or stack.enter_context(util.local_client())
         click.echo(util.CLIENT_VERSIONS)
-        answers = util.versions_of(client).items()
         unusable = {
-            who: what for who, answer in answers if (what := util.mismatch(answer))
+            process: problem
+            for process, answer in util.versions_of(client).items()
+            if (problem := util.mismatch(answer))
         }
         workers = [f"worker {address}" for address in sorted(client.nthreads())]
         if not workers:
             raise FailedError("the cluster has no workers", RUN)
-        details, unreached = _looked_at(client, {*workers} - {*unusable})
-        unusable |= unreached
-        steps_ms = {} if unusable else _trial(client, seconds)
+        details, unreachable = _inspected(client, {*workers} - {*unusable})
+        unusable |= unreachable
+        steps_ms = {} if unusable else _trial_fit(client, seconds)
         if not unusable:
             idle = "it took no part in the trial fit; its log may say why"
             unusable = dict.fromkeys({*workers} - {*steps_ms}, idle)
-    for who, what in sorted(unusable.items()):
-        click.echo(f"{who}: unusable: {what}")
+    for process, problem in sorted(unusable.items()):
+        click.echo(f"{process}: unusable: {problem}")
     median_ms = statistics.median(steps_ms.values()) if steps_ms else math.nan
-    for who in workers:
-        if who in unusable:
+    for worker in workers:
+        if worker in unusable:
             continue
-        verdict, step_ms = "not tried, since others are unusable", steps_ms.get(who)
+        verdict, step_ms = "not tried, as others are unusable", steps_ms.get(worker)
         if step_ms is not None:
-            details[who].append(f"{step_ms:.1f} ms a step")
+            details[worker].append(f"{step_ms:.1f} ms a step")
             times = step_ms / median_ms
             slow = f"slow: its steps take {times:.1f} times the median"
             verdict = slow if times > SLOW else "ok"
-        click.echo(f"{who}: {verdict} ({', '.join(details[who])})")
+        click.echo(f"{worker}: {verdict} ({', '.join(details[worker])})")
     if unusable:
         sys.exit(RUN)
 
 
-SLOW = 2.0  # times the median step; replicas wait for a slower replica
+SLOW = 2.0  # times the median duration of a step; replicas wait for a slower replica
 
 
-def _looked_at(
+def _inspected(
     client: "Client", names: Collection[str]
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return facts about workers, and why workers cannot reach their peer, by name.
+    """Return details of workers, and why workers cannot reach a peer, both by name.
 
     Each worker sends to the next worker, all at the same time.
     """
@@ -640,20 +650,23 @@ def _looked_at(
 
     workers = sorted(name.removeprefix("worker ") for name in names)
     peers = dict(zip(workers, [*workers[1:], *workers[:1]], strict=True))
-    look = functools.partial(_look, peers)
+    inspect_worker = functools.partial(_inspect_worker, peers)
     bound = Timeouts.from_config().bound("request")
-    answers = answers_of(client, workers, look, bound, "how fast it sends")
+    answers = answers_of(client, workers, inspect_worker, bound, "how fast it sends")
     return (
-        {f"worker {address}": facts for address, (facts, _) in answers.items()},
+        {f"worker {address}": details for address, (details, _) in answers.items()},
         {f"worker {address}": why for address, (_, why) in answers.items() if why},
     )
 
 
-SENT, SENT_FOR, REACHED_WITHIN_S = "4 MiB", "1 s", 15.0
+MESSAGE_SIZE, SENDING_TIME = "4 MiB", "1 s"
+REACHED_WITHIN_S = 15.0
 
 
-async def _look(peers: Mapping[str, str], dask_worker: Any) -> tuple[list[str], str]:
-    """Describe the worker that this runs on, and why it cannot reach its peer."""
+async def _inspect_worker(
+    peers: Mapping[str, str], dask_worker: Any
+) -> tuple[list[str], str]:
+    """Return details of this worker, and why it cannot reach its peer, or ""."""
     import torch
     from dask.utils import format_bytes
     from distributed.worker import benchmark_network
@@ -669,25 +682,28 @@ async def _look(peers: Mapping[str, str], dask_worker: Any) -> tuple[list[str], 
     if peer != dask_worker.address:
         try:
             async with asyncio.timeout(REACHED_WITHIN_S):
-                rates = await benchmark_network(peer, dask_worker.rpc, [SENT], SENT_FOR)
-            details.append(f"sends {8e-9 * rates[SENT]:.2f} Gbit/s")
-        except OSError as error:  # a TimeoutError is one
+                rates = await benchmark_network(
+                    peer, dask_worker.rpc, [MESSAGE_SIZE], SENDING_TIME
+                )
+            details.append(f"sends {8e-9 * rates[MESSAGE_SIZE]:.2f} Gbit/s")
+        except OSError as error:  # a TimeoutError is an OSError
             unreachable = f"it cannot reach {peer}: {error or type(error).__name__}"
     return details, unreachable
 
 
-def _trial(client: "Client", seconds: float) -> dict[str, float]:
-    """Train a small network; return the milliseconds of a step by name of worker."""
+def _trial_fit(client: "Client", seconds: float) -> dict[str, float]:
+    """Train a small network; return the milliseconds per step, by name of worker."""
     import torch
     from torch import nn
 
-    places: dict[int, str] = {}
+    workers: dict[int, str] = {}  # addresses by replica
 
-    class Places(daskdl.Callback):
+    class NoteWorkers(daskdl.Callback):
         def on_epoch_end(self, row: Mapping[str, Any]) -> None:
-            for run in _runs(client) if len(places) < row["replicas"] else ():
+            for run in _runs(client) if len(workers) < row["replicas"] else ():
                 if run["client"] == client.id:
-                    places.update((r["replica"], r["worker"]) for r in run["replicas"])
+                    for replica in run["replicas"]:
+                        workers[replica["replica"]] = replica["worker"]
 
     rows = 32 * TRIAL_STEPS * len(client.nthreads())
     X = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0))
@@ -697,28 +713,30 @@ def _trial(client: "Client", seconds: float) -> dict[str, float]:
         nn.CrossEntropyLoss(),
         lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         client=client,
-        callbacks=[limit, Places()],
+        callbacks=[limit, NoteWorkers()],
         progress=False,
         telemetry_every=1,
     ).fit(X, X[:, :10].argmax(dim=1), epochs=10**6)
     columns = map(history.steps.column, ("replica", "step_s", "wait_s"))
     steps_ms: dict[str, list[float]] = {}
     for replica, step_s, wait_s in zip(*columns, strict=True):
-        if replica in places:
-            name = f"worker {places[replica]}"
+        if replica in workers:
+            name = f"worker {workers[replica]}"
             steps_ms.setdefault(name, []).append(1e3 * (step_s - wait_s))
     return {name: statistics.median(steps) for name, steps in steps_ms.items()}
 
 
-TRIAL_STEPS = 64  # of each worker in an epoch: tens of milliseconds
+TRIAL_STEPS = 64  # of each worker in an epoch, which takes tens of milliseconds
 
 
 @cli.command(cls=Command)
-@click.option("--scheduler", metavar="ADDRESS", required=True, help="Of the cluster.")
+@click.option(
+    "--scheduler", metavar="ADDRESS", required=True, help="Scheduler of the cluster."
+)
 def doctor(scheduler: str) -> None:
     """Show the activity of each replica, for a run that seems to hang.
 
-    Asks the scheduler, which asks the workers, without affecting the run.
+    The scheduler asks the workers, without affecting the run.
     """
     with _client(scheduler, None, None) as client:
         assert client is not None
@@ -731,19 +749,22 @@ def doctor(scheduler: str) -> None:
             for replica in run["replicas"]
             if replica["phase"] != "gone"
         }
-        here = [*replicas.values()]
         click.echo(
             f"run {run['run']:x}: epoch {run['epoch'] + 1}, {run['rows']} of its rows "
-            f"left, {len(here)} replicas"
+            f"left, {len(replicas)} replicas"
         )
         if run["stopped"] is not None:
             click.echo(f"  stopped: {run['stopped']}")
-        awaited = {n: _awaited_by(r, here, run) for n, r in replicas.items()}
-        for n, replica in replicas.items():
-            activity = _activity(replica, awaited[n], run, len(here))
-            click.echo(f"  replica {n} on {replica['worker']}: {activity}")
+        present = [*replicas.values()]
+        awaited = {
+            number: _awaited_by(replica, present, run)
+            for number, replica in replicas.items()
+        }
+        for number, replica in replicas.items():
+            activity = _activity(replica, awaited[number], run, len(replicas))
+            click.echo(f"  replica {number} on {replica['worker']}: {activity}")
         blocking = set().union(*awaited.values())
-        roots = sorted(r for r in blocking if not awaited.get(r))
+        roots = sorted(number for number in blocking if not awaited.get(number))
         if roots:
             click.echo(f"  the others wait for: {_listed(roots)}")
 
@@ -757,72 +778,73 @@ def _runs(client: "Client") -> list[dict[str, Any]]:
 
     async def ask() -> Any:
         async with asyncio.timeout(bound.seconds):
-            # A lambda travels by value: the scheduler may lack daskdl.
-            there = await client.run_on_scheduler(
+            # A lambda is pickled by value: the scheduler may lack daskdl.
+            has_plugin = await client.run_on_scheduler(
                 lambda dask_scheduler: DESCRIBE in dask_scheduler.handlers
             )
-            if not there:
+            if not has_plugin:
                 return []
             return (await getattr(client.scheduler, DESCRIBE)())["runs"]
 
     try:
         runs: list[dict[str, Any]] = client.sync(ask)
     except TimeoutError as error:
-        what = f"the scheduler at {client.scheduler.address} did not answer"
-        raise daskdl.WaitTimeoutError(f"{what} within {bound}") from error
+        raise daskdl.WaitTimeoutError(
+            f"the scheduler at {client.scheduler.address} did not answer within {bound}"
+        ) from error
     return runs
 
 
 WAITS = {
-    "staleness": "others to catch up (max_staleness)",
-    "room": "room to send its updates",
+    "staleness": "other replicas to catch up (max_staleness)",
+    "room": "room in its outbox",
     "lease": "rows to train on",
-    "gather": "others at a barrier",
-    "fetch": "the sums of others",
-    "flush": "its updates to be passed on",
+    "gather": "other replicas at a barrier",
+    "fetch": "the sums of other replicas",
+    "flush": "its updates to be sent",
     "updates": "updates in flight",
     "checkpoint": "a checkpoint to be written or read",
     "data": "a part of the data to be loaded",
-    "missing": "a part that was lost to be computed again",
-    "repair": "updates that others have",
+    "missing": "a lost part of the data to be computed again",
+    "repair": "missing updates that other replicas have",
     "join": "the start of all replicas",
     "snapshot": "the state of another replica",
     "activate": "the end of a barrier, to join",
 }
 
 
-Described = Mapping[str, Any]  # a run, or a replica, see `LiveRun.describe`
+Described = Mapping[str, Any]  # a run or a replica, see `LiveRun.describe`
 
 
 def _activity(replica: Described, awaited: set[int], run: Described, count: int) -> str:
-    """Describe what a replica does, or waits for."""
-    at = f"step {replica['step']}"
+    """Describe what a replica does or waits for."""
+    step = f"step {replica['step']}"
     if replica["phase"] == "starting":
         return "has not started; is its worker busy with other tasks?"
     if replica["doing"] is None:
         return (
-            f"{at}, its worker does not answer; last heartbeat "
+            f"{step}, its worker does not answer; last heartbeat "
             f"{replica['silent_s']:.1f} s ago, lost after {run['silence_s']:g} s"
         )
     cause, waited_s, stack = replica["doing"]
     if not cause:
-        return f"{at}, computes in {_place(stack)}"
+        return f"{step}, computes in {_place(stack)}"
     whom = f": {_listed(sorted(awaited))}" if awaited else ""
     if cause == "lease" and count < run["min_replicas"]:
         whom = f": there are fewer than min_replicas={run['min_replicas']}"
-    return f"{at}, waits {waited_s:.1f} s for {WAITS[cause]}{whom}"
+    return f"{step}, waits {waited_s:.1f} s for {WAITS[cause]}{whom}"
 
 
 def _awaited_by(
-    waiting: Described, here: Sequence[Described], run: Described
+    waiting: Described, present: Sequence[Described], run: Described
 ) -> set[int]:
     """Return the replicas that a replica waits for; empty if they are unknown."""
-    others = [replica for replica in here if replica is not waiting]
+    peers = [replica for replica in present if replica is not waiting]
     match waiting["doing"] and waiting["doing"][0]:
         case "staleness":
-            training = [r for r in others if r["phase"] == "training"]
-            least = min((r["step"] for r in training), default=0)
-            return {r["replica"] for r in training if r["step"] == least}
+            training = [peer for peer in peers if peer["phase"] == "training"]
+            slowest = min((peer["step"] for peer in training), default=0)
+            return {peer["replica"] for peer in training if peer["step"] == slowest}
         case "gather" | "activate":
             return {
                 replica
@@ -831,13 +853,13 @@ def _awaited_by(
                 for replica in awaited
             }
         case "lease":
-            return {r["replica"] for r in others if r["rows"]}
+            return {peer["replica"] for peer in peers if peer["rows"]}
         case "join":
-            return {r["replica"] for r in others if r["phase"] == "starting"}
+            return {peer["replica"] for peer in peers if peer["phase"] == "starting"}
     return set()
 
 
-NOT_THE_USERS = re.compile(
+LIBRARY_FRAME = re.compile(
     r"[/\\]lib[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)"
     r"|-packages[/\\](torch|numpy|distributed)[/\\]"
     r"|[/\\]daskdl[/\\](training|channel|compression|codec|data)[/\\]"
@@ -845,9 +867,9 @@ NOT_THE_USERS = re.compile(
 
 
 def _place(stack: Sequence[str]) -> str:
-    """Return the innermost frame of the user's code; without one, of any code."""
+    """Return the innermost frame of the user's code; if there is none, of any code."""
     frames = [frame.split("\n")[0].strip() for frame in stack]
-    users = [frame for frame in frames if not NOT_THE_USERS.search(frame)]
+    users = [frame for frame in frames if not LIBRARY_FRAME.search(frame)]
     return (users or frames or ["an unknown place"])[-1]
 
 
@@ -856,6 +878,6 @@ def _listed(replicas: Sequence[int]) -> str:
 
 
 def main() -> None:
-    """Run the command line; SIGTERM ends a run as Ctrl-C does."""
+    """Run the command line; SIGTERM ends a run like Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cli()

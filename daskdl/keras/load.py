@@ -199,8 +199,8 @@ def _description_in_hdf5(file: Path) -> tuple[JSON, JSON]:
         text = weights.attrs.get("model_config")
         if text is None:
             raise ModelError(
-                f"{file} contains no model, perhaps only weights; create the model with "
-                "Keras, call model.load_weights(path), and pass the model"
+                f"{file} contains no model, perhaps only weights; create the model "
+                "with Keras, call model.load_weights(path), and pass the model"
             )
         where = f"{file}: model_config"
         if not isinstance(text, str | bytes) or len(text) > MOST_CONFIG_BYTES:

@@ -231,9 +231,9 @@ def library() -> Any:
     backend = keras.backend.backend()
     if backend != BACKEND:
         raise OptionError(
-            f"Keras models need Keras' backend {BACKEND!r}, but Keras has been imported "
-            f"with {backend!r} in this process; set {VARIABLE}={BACKEND} before it is "
-            "imported, also on the workers"
+            f"Keras models need Keras' backend {BACKEND!r}, but Keras has been "
+            f"imported with {backend!r} in this process; set {VARIABLE}={BACKEND} "
+            "before the import, also on the workers"
         )
     return keras
 

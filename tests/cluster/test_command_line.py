@@ -63,9 +63,7 @@ def test_a_worker_that_cannot_take_part_is_named(client):
     assert done.exit_code == 1
     _, *verdicts = done.stdout.splitlines()
     assert verdicts[0] == f"worker {bad}: unusable: daskdl 0.0.9"
-    assert verdicts[1].startswith(
-        f"worker {good}: not tried, since others are unusable ("
-    )
+    assert verdicts[1].startswith(f"worker {good}: not tried, as others are unusable (")
 
 
 def test_a_cluster_without_workers_is_refused(no_workers):
@@ -120,8 +118,8 @@ def test_a_run_that_hangs_is_explained(client):
         stuck,
     )
     assert re.search(
-        rf": step \d+, waits \d+\.\d s for others to catch up \(max_staleness\): "
-        rf"replica {number}$",
+        r": step \d+, waits \d+\.\d s for other replicas to catch up "
+        rf"\(max_staleness\): replica {number}$",
         waiting,
     )
     assert why == f"  the others wait for: replica {number}"

@@ -86,7 +86,9 @@ def test_scripts_without_a_guard_are_refused(tmp_path, arguments):
     out, errors = run(*arguments, folder=tmp_path)
 
     assert out == ""
-    assert "in line 2, outside of" in errors
+    assert (
+        "line 2, starts worker processes, which import the script, outside of" in errors
+    )
     assert "use x=1" in errors
 
 

@@ -183,7 +183,7 @@ def test_validation_data_are_read_like_data(nets, validation):
         (
             "gone:f --data 0.npz",
             2,
-            "there is no module 'gone': not in this folder, nor installed",
+            "no module 'gone' in this folder or among the installed packages",
         ),
         (
             "unfinished:f --data 0.npz",
@@ -226,7 +226,7 @@ def test_validation_data_are_read_like_data(nets, validation):
         (
             "nets:linear --data nets:rows --loader nets:READER",
             2,
-            "--loader is for URLs, and --data is a function",
+            "--loader needs URLs, but --data is a function",
         ),
         ("nets:linear --data 0.npz --resume", 2, "--resume needs --checkpoint"),
         ("nets:linear --data 0.npz --every 5", 2, "--every needs --checkpoint"),
@@ -238,12 +238,12 @@ def test_validation_data_are_read_like_data(nets, validation):
         (
             "nets:checkpointed --data 0.npz --checkpoint there",
             2,
-            "--checkpoint: the factory's trainer has a Checkpoint",
+            "--checkpoint cannot be used: the factory's trainer has a Checkpoint",
         ),
         (
             "nets:linear --data 0.npz --local 1 --slurm 1 --save there",
             2,
-            "give only one of --scheduler, --slurm and --local",
+            "use only one of --scheduler, --slurm and --local",
         ),
         (
             "nets:linear --data 0.npz --scheduler tcp://127.0.0.1:1 --save there",
@@ -318,7 +318,7 @@ def test_an_interrupted_run_says_where_to_resume(nets):
         kept.stderr,
     )
     assert lost.stderr == (
-        "This run has no checkpoint: --checkpoint was not given.\nInterrupted.\n"
+        "This run has no checkpoint, because --checkpoint was not used.\nInterrupted.\n"
     )
     assert not (nets / "model").exists()
 
@@ -375,7 +375,7 @@ def test_workers_are_planned(nets, monkeypatch):
         ("nets:linear --latency 1", "--latency needs --bandwidth"),
         (
             "nets:stepping --bandwidth 1",
-            "plan needs a trainer with loss=, this one has none",
+            "plan needs a trainer with loss=, got one without",
         ),
     ],
 )

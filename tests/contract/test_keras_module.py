@@ -269,7 +269,7 @@ class Mine(keras.Model):
     ("model", "message"),
     [
         (Mine(), "Mine"),
-        (keras.Sequential([layers.Dense(2)]), r"begin the model with a keras\.Input"),
+        (keras.Sequential([layers.Dense(2)]), r"start the model with a keras\.Input"),
     ],
     ids=["own", "shapeless"],
 )
@@ -302,7 +302,7 @@ def test_errors_of_keras_are_reported():
     config = described(model())
     config["config"]["layers"][1]["config"]["units"] = -3
 
-    with pytest.raises(ModelError, match=r"cannot make the model: .*-3"):
+    with pytest.raises(ModelError, match=r"cannot create the model: .*-3"):
         built(config, seeded=False)
 
 

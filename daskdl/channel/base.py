@@ -127,7 +127,7 @@ class Channel(ABC):
     Attributes:
         has_dashboard: Whether a dashboard shows what `report_live` sends.
         has_client: Whether a client on another machine may fetch from `keep_state`.
-        clock: Times the waits.
+        clock: Times the waits and the exchanges.
         on_wait: Called after each wait with its cause, start and end.
     """
 

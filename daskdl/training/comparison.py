@@ -5,7 +5,6 @@ comparison is worth its time, exchanges scores, and sends and applies residuals.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -51,7 +50,7 @@ class ModelComparison:
         self._channel = channel
         self._replica = replica
         self._lockstep = lockstep
-        self._now = time.perf_counter
+        self._now = channel.clock.now
         self._compared_at = math.nan  # time of the last comparison, or the first step
         self._comparing_s = 0.0  # duration of the last comparison
         self._sending_s = math.nan  # part of it for sending residuals

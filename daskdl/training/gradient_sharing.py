@@ -5,7 +5,6 @@ makes replicas agree at sync points.
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -118,7 +117,7 @@ class GradientSharingExchange(Exchange):
         # Replicas hardly ever touch the same rows of an embedding at the same time:
         # their steps add up.
         self.adds_up = self._adapts and has_sparse_gradients(context.module)
-        self._now = time.perf_counter
+        self._now = context.channel.clock.now
         self._steps_before = 0  # steps before `_step` counts: in earlier fits, or alone
         self._step = 0  # steps of this fit, aligned on all replicas at each sync
         self._unshared = 0  # steps since the last accepted exchange

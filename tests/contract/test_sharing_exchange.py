@@ -11,6 +11,7 @@ from torch import nn
 from daskdl import codec
 from daskdl.channel.base import BarrierResult, Channel, Stopped
 from daskdl.channel.inbox import DrainResult
+from daskdl.channel.transport import Clock
 from daskdl.compression.residuals import KeepResidual, ResidualClipping
 from daskdl.compression.thresholds import FixedThreshold
 from daskdl.evaluation.evaluate import Score
@@ -28,10 +29,20 @@ class Published(NamedTuple):
     partial: bool  # others of its step follow
 
 
+class ManualClock(Clock):
+    """A clock that the test advances."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def now(self):
+        return self.seconds
+
+
 class Room(Channel):
     """A fake channel of one of two replicas, which accepts `room` updates.
 
-    Every call takes some seconds of a clock of its own.
+    Every call takes some seconds of its clock.
     """
 
     closing = False
@@ -47,7 +58,7 @@ class Room(Channel):
         self.progressed = []  # steps that the others were told of
         self.bounds = []  # on the lead, at the start of each interval
         self.slowest = 10**9  # step that the slowest other replica announced
-        self.now = 0.0
+        self.clock = ManualClock()
         self.drained_s = 1000
         self.grid = None  # that it has been given
 
@@ -55,7 +66,7 @@ class Room(Channel):
         return self.others
 
     def has_room(self, *, wait=False, unsent=math.inf):
-        self.now += 2
+        self.clock.seconds += 2
         if wait:
             self.waited.append(len(self.frames))
         return self.room > 0 or self.announces_room
@@ -65,7 +76,7 @@ class Room(Channel):
         return len(self.frames)
 
     def publish(self, encode, step, *, partial=False, force=False):
-        self.now += 10
+        self.clock.seconds += 10
         frame = encode(codec.Stamp(1, 0, self.published + 1, step))
         if self.room <= 0:
             return None
@@ -77,7 +88,7 @@ class Room(Channel):
         self.progressed.append(step)
 
     def drain(self, up_to_step=None):
-        self.now += self.drained_s
+        self.clock.seconds += self.drained_s
         return DrainResult([], None)
 
     def drain_for_snapshot(self):
@@ -87,7 +98,7 @@ class Room(Channel):
         return self.s_per_byte
 
     def wait_for_peers(self, step, interval, max_staleness):
-        self.now += 1
+        self.clock.seconds += 1
         if max_staleness is not None:
             self.bounds.append(max_staleness)
         return max(0, step - self.slowest)
@@ -143,14 +154,12 @@ class Case:
         )
         if steps_made or shared is not None:
             self.exchange.load_(shared or {"steps_made": steps_made, "sent": {}}, [])
-        self.exchange._now = lambda: self.channel.now
-        self.exchange._comparison._now = self.exchange._now
 
     def step(self, names=tuple(LAYERS), seconds=0):
         """Make a step that takes some seconds, and return what was published."""
         before = self.channel.published
         self.exchange.before_step(0)
-        self.channel.now += seconds
+        self.channel.clock.seconds += seconds
         with torch.no_grad():
             for name in names:
                 getattr(self.module, name).add_(0.25)
@@ -641,7 +650,7 @@ class TestChoice:
         values = [getattr(case.module, name).data for name in LAYERS]
 
         def score():
-            case.channel.now += seconds
+            case.channel.clock.seconds += seconds
             return Score(float((torch.cat(values) - best).abs().sum()), examples=12)
 
         return case.exchange.choose(0, score, last=last)
@@ -696,7 +705,7 @@ class TestChoice:
         self, case, s_per_byte, delivered
     ):
         case.step(names=())
-        case.channel.now = 1.0  # since the first step began
+        case.channel.clock.seconds = 1.0  # since the first step began
         case.channel.s_per_byte = s_per_byte  # of 12 bytes
 
         assert self.choose(case).delivered == delivered
@@ -725,7 +734,7 @@ class TestChoice:
         case.step()
         self.choose(case, best=-1, seconds=10 / 3)  # three models are scored
 
-        case.channel.now += since_s
+        case.channel.clock.seconds += since_s
         case.exchange.sync(0, 1, ended=True)
         choice = self.choose(case, best=-1, last=last)
 

@@ -24,8 +24,9 @@ from daskdl import (
     ParameterAveraging,
     RunError,
 )
-from daskdl.channel.protocol import NAME
+from daskdl.channel.protocol import AGREED, NAME
 from daskdl.channel.transport import SchedulerOverDask
+from daskdl.training.state import decoded
 from tests.support.clusters import EnoughError, ProcessCluster, cluster_of
 from tests.support.problems import halved, kept, mlp, normalised, rows, sgd, trainer
 from tests.support.recording import ATOL, GRID, Recorded, delivered, records
@@ -168,8 +169,11 @@ ACTS_AFTER = 6  # epoch
 class Held(Callback):
     """On workers: the first two replicas train on only when their worker closes."""
 
+    def __init__(self, after=ACTS_AFTER):
+        self._after = after
+
     def on_epoch_begin(self, epoch):
-        if epoch.epoch > ACTS_AFTER and epoch.replica < 2:
+        if epoch.epoch > self._after and epoch.replica < 2:
             wait_until_closing()
 
 
@@ -248,9 +252,9 @@ def test_a_lost_scheduler_is_noticed_at_once_and_the_model_is_kept(tmp_path):
     check_kept(fitted, caught.value)
 
 
-def replaced(client):
-    """Let all workers close, and then start two others."""
-    retire(client)
+def replaced(client, *workers):
+    """Let workers close, by default all, and then start two others."""
+    retire(client, *workers)
     client.cluster.scale(4)
 
 
@@ -407,6 +411,45 @@ def test_after_the_loss_of_all_workers_the_optimizer_keeps_its_state(master, tmp
         s["step"].item() for s in fitted.optimizer_.state_dict()["state"].values()
     }
     assert counts == {epochs * steps}
+
+
+class CloseWhenFetched(Callback):
+    """On workers: that of replica 0 closes when the client fetches its state."""
+
+    def on_epoch_begin(self, epoch):
+        if epoch.replica == 0:
+            worker = get_worker()
+
+            async def close(**fields):
+                worker.loop.add_callback(worker.close, executor_wait=False)
+                await asyncio.Event().wait()  # the connection breaks
+
+            worker.handlers[AGREED] = close
+
+
+def test_a_state_of_another_replica_than_the_first_lacks_that_of_the_optimizer(
+    two, monkeypatch, caplog
+):
+    last = sorted(two.nthreads())[1:]
+    received = []
+
+    def decode(arrays):
+        received.append(decoded(arrays))
+        if len(received) == 1:
+            replaced(two, *last)
+        return received[-1]
+
+    monkeypatch.setattr("daskdl.training.dask_backend.decoded", decode)
+    callbacks = [Held(after=0), CloseWhenFetched()]
+    fitted = trainer(two, optimizer=adam, callbacks=callbacks)
+
+    with caplog.at_level(logging.WARNING, logger="daskdl.training.fit"):
+        history = fitted.fit(X, Y, epochs=3, batch_size=16)
+
+    (warning,) = [r.message for r in caplog.records if "before resuming" in r.message]
+    assert warning.endswith("the state after epoch 0, without the optimizer's")
+    assert received[0].per_replica["optimizer"]["state"] == {}
+    assert history.column("epoch") == [0, 1, 2]
 
 
 def test_a_fit_that_always_loses_all_at_the_same_place_ends(tmp_path):

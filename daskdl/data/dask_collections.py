@@ -60,8 +60,8 @@ def is_dask_frame(collection: Any) -> bool:
 
 
 def is_partitioned(value: Any) -> bool:
-    """Whether a value is a ``dask.array`` or a ``dask.dataframe``."""
-    return is_dask_array(value) or is_dask_frame(value)
+    """Whether a value is a ``dask.array``, or a DataArray of one, or a dataframe."""
+    return is_dask_array(tables.plain_array(value)) or is_dask_frame(value)
 
 
 # ---- one graph
@@ -587,6 +587,7 @@ class _ArrayRows:
     names: Rows  # trees of the names of arrays
     classes: Mapping[str, Sequence[str] | None]  # names of labels, for each array
     lengths: Sequence[int] | None  # according to the chunks
+    coordinates: Columns  # the columns of arrays, which do not bring them
 
     def __call__(self, values: list[Any], part: int) -> Rows:
         arrays = [
@@ -594,7 +595,8 @@ class _ArrayRows:
             for value, (name, classes) in zip(values, self.classes.items(), strict=True)
         ]
         x, y = batching.with_leaves(self.names, values)
-        rows = NamedRows.of(batching.with_leaves((x, y), arrays), columns_in(x, y))
+        names = {**self.coordinates, **columns_in(x, y)}
+        rows = NamedRows.of(batching.with_leaves((x, y), arrays), names)
         length = batching.length(_same_length(rows, part))
         if self.lengths is not None and length != self.lengths[part]:
             raise DataError(
@@ -605,8 +607,14 @@ class _ArrayRows:
 
 
 def source_of_collections(x: Tree, y: Tree) -> Collections:
-    """Make a source of trees of ``dask.array`` and ``dask.dataframe``."""
+    """Make a source of trees of ``dask.array``, DataArrays and ``dask.dataframe``."""
     tables.check_structure(x, y)
+    names = columns_in(x, y)
+    frames = {
+        name for name, v in batching.leaves_by_name((x, y)).items() if is_dask_frame(v)
+    }
+    coordinates = {name: names[name] for name in names.keys() - frames}
+    x, y = batching.tree_map(tables.plain_array, (x, y))
     named = batching.leaves_by_name((x, y))
     classes: dict[str, tuple[str, ...] | None] = {}
     zeros: list[np.ndarray | None] = []  # one row each, of the right shape and dtype
@@ -621,14 +629,16 @@ def source_of_collections(x: Tree, y: Tree) -> Collections:
         Partitions(*aligned),
         # The columns of a partition may be in another order than its metadata say.
         Arranged(
-            _ArrayRows(batching.with_leaves((x, y), named), classes, lengths),
-            columns_in(x, y),
+            _ArrayRows(
+                batching.with_leaves((x, y), named), classes, lengths, coordinates
+            ),
+            names,
         ),
         lengths,
         first_rows,
     )
     source.classes = classes.get("y")
-    source.columns = columns_in(x, y)
+    source.columns = names
     return source
 
 

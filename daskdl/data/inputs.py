@@ -6,6 +6,7 @@ row to the table `_KINDS`; :func:`source_of` uses the first row that matches X.
 
 import copy
 import functools
+import itertools
 import logging
 import math
 import sys
@@ -594,13 +595,15 @@ def prepared(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
 
     This function replaces a `DataLoader` by its dataset, a Delayed object by a list of
     one, and two bags or lists of Delayed objects by one of pairs. It splits a label
-    column from X, and stacks lists of examples unless they have a collate function.
-    Other data are returned unchanged. The function is idempotent.
+    column from X, and stacks lists of examples unless they have a collate function. It
+    makes arrays of zarr lazy. Other data are returned unchanged. The function is
+    idempotent.
     """
     if isinstance(X, DataLoader):  # of validation, or of a pass over all rows
         X, _ = loader_arguments(X, {"batch_size": None}, {})
     if isinstance(X, Delayed) or is_future(X):
         X, y = [X], y if y is None else [y]
+    X, y = _lazy(X), _lazy(y)
     kind = _kind_of(X)
     if read.label is not None:
         if y is not None:
@@ -613,7 +616,62 @@ def prepared(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
     elif _names_columns(y, X):
         raise DataError(f"y must hold the labels, got {y!r}; write label={y!r}")
     X, y = kind.prepare(X, y)
+    _check_dimensions(batching.leaves_by_name((X, y)))
     return X, y, read
+
+
+def _lazy(tree: Tree) -> Tree:
+    """Replace each array of zarr by a ``dask.array`` of whole rows."""
+    zarr = sys.modules.get("zarr")
+    if zarr is None or not any(
+        isinstance(a, zarr.Array) for a in batching.leaves(tree)
+    ):
+        return tree
+    import dask.array as da
+
+    def lazy(leaf: Any) -> Any:
+        if not isinstance(leaf, zarr.Array):
+            return leaf
+        rows = (getattr(leaf, "shards", None) or leaf.chunks)[0]
+        return da.from_array(leaf, chunks=(rows, *leaf.shape[1:]))
+
+    return batching.tree_map(lazy, tree)
+
+
+def _check_dimensions(named: Mapping[str, Any]) -> None:
+    """Refuse DataArrays whose rows are not the same, or are not whole.
+
+    xarray aligns arrays by the labels of their dimensions, so rows that only have the
+    same position must not be paired.
+    """
+    arrays = {
+        name: leaf
+        for name, leaf in named.items()
+        if tables.is_data_array(leaf) and leaf.ndim
+    }
+    for (reference, expected), (name, array) in itertools.combinations(
+        arrays.items(), 2
+    ):
+        rows = expected.dims[0]
+        if array.dims[0] != rows:
+            raise DataError(
+                f"the first dimension is that of the examples, but {reference} "
+                f"has {rows!r} and {name} {array.dims[0]!r}: transpose or rename one, "
+                "leave it out, or pass .data to pair rows by position"
+            )
+        labels, others = (a.indexes.get(rows) for a in (expected, array))
+        if labels is not None and others is not None and not labels.equals(others):
+            raise DataError(
+                f"{reference} and {name} differ in the coordinates of {rows!r}: align "
+                "them with xarray.align, or pass .data to pair rows by position"
+            )
+    for name, array in arrays.items():
+        split = [d for d in array.dims[1:] if len(array.chunksizes.get(d, ())) > 1]
+        if split:
+            raise DataError(
+                f"{name} must be chunked along its first dimension only: write "
+                f"{name}.chunk({dict.fromkeys(split, -1)})"
+            )
 
 
 def _names_columns(y: Any, X: Any) -> bool:
@@ -789,6 +847,8 @@ def weighted_source(X: Any, y: Any, read: ReadOptions, **options: Any) -> Source
     """Make a source like `source_of`; labels in memory may be `Weighted`."""
     if not isinstance(y, Weighted):
         return source_of(X, y, read, **options)
+    names = ("X", "sample_weight")
+    _check_dimensions(batching.leaves_by_name((X, y.weight), names))
     return source_of(X, y.labels, read, **options).weighted(y.weight)
 
 

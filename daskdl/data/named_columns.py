@@ -50,10 +50,15 @@ class FittedTransform(ABC):
 
 
 def names_of(table: Any) -> list[Any] | None:
-    """Return the names of the columns of a table of pandas, pyarrow or Dask.
+    """Return the names of the columns of a table of pandas, pyarrow, Dask or xarray.
 
-    None for anything else, and for a single column without an axis of columns.
+    None for anything else, and for a single column without an axis of columns. A
+    DataArray is a table if the coordinate of its second and last dimension is strings.
     """
+    if hasattr(table, "dims") and hasattr(table, "indexes"):
+        labels = table.indexes.get(table.dims[1], ()) if table.ndim == 2 else ()
+        names = [name for name in labels if isinstance(name, str)]
+        return names if names and len(names) == len(labels) else None
     if is_pyarrow(table):
         return list(table.schema.names) if hasattr(table, "schema") else None
     if getattr(table, "ndim", 0) == 2 and hasattr(table, "columns"):

@@ -115,6 +115,17 @@ def is_dask_array(value: Any) -> bool:
     return module is not None and isinstance(value, module.Array)
 
 
+def is_data_array(value: Any) -> bool:
+    """Whether a value is an ``xarray.DataArray``, without importing xarray."""
+    module = sys.modules.get("xarray")
+    return module is not None and isinstance(value, module.DataArray)
+
+
+def plain_array(value: Any) -> Any:
+    """Return the array in an ``xarray.DataArray``; return other values unchanged."""
+    return value.data if is_data_array(value) else value
+
+
 def check_array(value: Any, argument: str) -> float:
     """Accept only a non-empty array of examples, named as in the user's call.
 
@@ -388,8 +399,10 @@ def _is_table(value: Any) -> bool:
 def array_of(
     value: Any, argument: str, classes: Sequence[str] | None = None, label: bool = False
 ) -> Any:
-    """Convert a frame to an array, see `columns_of`; return other values unchanged."""
-    return columns_of(value, argument, classes, label) if _is_table(value) else value
+    """Convert a frame, see `columns_of`, or a DataArray; return other values as is."""
+    if _is_table(value):
+        return columns_of(value, argument, classes, label)
+    return plain_array(value)
 
 
 def label_classes(y: Any, argument: str) -> tuple[str, ...] | None:
@@ -414,6 +427,7 @@ def row_count(value: Any) -> int | None:
 
     NaN if it is unknown to Dask; None for other values.
     """
+    value = plain_array(value)
     if isinstance(value, np.ndarray | Tensor) or is_dask_array(value):
         return value.shape[0] if value.ndim else None
     return len(value) if isinstance(value, list) or _is_table(value) else None
@@ -591,6 +605,7 @@ def number_labels(
 
 def _texts(y: Any, argument: str) -> np.ndarray | None:
     """Labels as an array of str; None if they are not text."""
+    y = plain_array(y)
     if _is_table(y):
         y = _as_pandas(y)
         if y.ndim > 1 or not (y.dtype == object or y.dtype.type is str):

@@ -10,6 +10,8 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+import xarray
+import zarr
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -40,6 +42,13 @@ PAIRS = list(zip(X, Y, strict=True))
 TABLE = pd.DataFrame(X, columns=["a", "b"]).assign(price=Y)
 RECORDS = [{"a": a, "b": b, "price": y} for (a, b), y in PAIRS]
 DATASET = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+ARRAYS = xarray.Dataset(
+    {
+        "x": (["row", "column"], X),
+        **{name: ("row", TABLE[name]) for name in TABLE},
+    },
+    {"row": np.arange(ROWS) + 100, "column": ["a", "b"]},
+)
 
 
 class Dicts(Dataset):
@@ -141,6 +150,16 @@ FORMS = {
     "two lists of Delayed": ([delayed(X[:3]), delayed(X[3:])],
                              [delayed(Y[:3]), delayed(Y[3:])], {}),
     "dataset of dicts": (Dicts(), None, {"label": "price"}),
+    "DataArrays": (ARRAYS.x, ARRAYS.price, {}),
+    "lazy DataArrays": (ARRAYS.x.chunk(row=3), ARRAYS.price.chunk(row=4), {}),
+    "Dataset": (ARRAYS[["a", "b", "price"]], None, {"label": "price"}),
+    "lazy Dataset": (ARRAYS[["a", "b", "price"]].chunk(row=3), None,
+                     {"label": "price"}),
+    "dict of DataArrays": ({"a": ARRAYS.a, "b": ARRAYS.b}, Y, {}),
+    "zarr": (zarr.array(X, chunks=(3, 1)), zarr.array(Y, chunks=(2,)), {}),
+    "dict of zarr": ({"a": zarr.array(X[:, 0], chunks=(3,)),
+                      "b": zarr.array(X[:, 1], chunks=(8,))},
+                     zarr.array(Y, chunks=(4,)), {}),
     "loader": (loader(), None, {}),
     "loader of a list": (loader(PAIRS), None, {}),
     "loader of an own class": (loader(Own()), None, {}),
@@ -333,6 +352,12 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
         (dask.array.from_array(X), dask.array.from_array(NAMES), {},
          "number the classes, y.map_blocks.*numpy.searchsorted"),
         (X, delayed(Y), {}, "futures hold pairs .x, y.: give them as X"),
+        (ARRAYS.x, ARRAYS.price[::-1], {}, "X and y differ in the coordinates of 'row'"
+         ": align them with xarray.align, or pass .data to pair rows by position"),
+        (ARRAYS.x, ARRAYS.price.rename(row="day"), {}, "X has 'row' and y 'day': tr"),
+        (ARRAYS.x.T, ARRAYS.price, {}, "X has 'column' and y 'row': transpose"),
+        (ARRAYS.x.chunk(row=3, column=1), ARRAYS.price.chunk(row=3), {}, "X must be "
+         "chunked along its first dimension only: write X.chunk..'column': -1.."),
         (DATASET, Y, {}, "y must be None for .* labels"),
         (DATASET, DATASET, {}, "which includes its labels; pass validation data as "
          "validation=..., the name of labels as label="),
@@ -350,7 +375,8 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
         "label, y of bags", "labels",
         "label of an array", "label of a tuple", "label of files", "dicts", "splits",
         "text in a dataset", "text in a bag", "missing", "text of Dask",
-        "text in blocks", "Delayed y", "dataset, y", "dataset, dataset", "file, file",
+        "text in blocks", "Delayed y", "other order", "other dimension", "transposed",
+        "chunks", "dataset, y", "dataset, dataset", "file, file",
         "table, name", "table, names", "Dask table, name", "stream, y", "list, y",
         "source, y",
     ],
@@ -389,7 +415,11 @@ def test_predictions_keep_the_index_of_a_table():
         fitted.predict(table, label="price", postprocess=lambda out: out[:, None, None])
 
 
-@pytest.mark.parametrize("form", ["table", "list of pairs", "loader", "dict of lists"])
+@pytest.mark.parametrize(
+    "form",
+    ["table", "list of pairs", "loader", "dict of lists", "DataArrays",
+     "lazy DataArrays", "zarr"],
+)  # fmt: skip
 def test_a_fraction_of_each_form_is_left_for_validation(form):
     x, y, options = FORMS[form]
 
@@ -406,6 +436,16 @@ def test_a_fraction_of_each_form_is_left_for_validation(form):
         weighted.fit(x, y, sample_weight=weights, validation=0.25, **options)
         assert weighted.history_.column("examples") == [6]
         assert trainer().steps(x, batch_size=4, label="price") == 2
+
+
+def test_weights_of_other_rows_are_refused():
+    weights = xarray.ones_like(ARRAYS.price, dtype=float)
+
+    trainer().fit(ARRAYS.x, ARRAYS.price, sample_weight=weights)
+    with pytest.raises(daskdl.DataError, match="X and sample_weight differ in the coo"):
+        trainer().fit(ARRAYS.x, ARRAYS.price, sample_weight=weights[::-1])
+    with pytest.raises(daskdl.DataError, match="X and sample_weight differ in the coo"):
+        trainer().fit(ARRAYS.x, ARRAYS.price.data, sample_weight=weights[::-1])
 
 
 def test_classes_are_numbered_before_the_rows_are_split():

@@ -9,6 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+import xarray
 from dask import delayed
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
@@ -107,6 +108,11 @@ def whole(make):
     return make_whole
 
 
+def labelled(frame):
+    names = list(frame.columns)
+    return xarray.DataArray(frame.to_numpy(), {"column": names}, ["row", "column"])
+
+
 def exported(x, y, folder):
     pack(x, y, url=folder, per_file=5, client=False)
     return str(folder), None
@@ -115,6 +121,10 @@ def exported(x, y, folder):
 KINDS = {
     "pandas": whole(lambda x, y, _: (x, y)),
     "pyarrow": whole(lambda x, y, _: (pa.table(x), y)),
+    "xarray": whole(lambda x, y, _: (labelled(x), y.to_numpy())),
+    "lazy xarray": whole(
+        lambda x, y, _: (labelled(x).chunk(row=8), da.from_array(y.to_numpy(), 8))
+    ),
     "export": whole(exported),
     **PARTS,
 }

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from daskdl.config import check_choice, check_count
 from daskdl.data import batching, tables
 from daskdl.data.batching import Batch, Transform, Tree, Weighted
-from daskdl.data.checks import UNREADABLE, is_left_out, join_readable, load_each
 from daskdl.data.dask_collections import (
     ExampleCollection,
     RowShare,
@@ -61,6 +60,7 @@ from daskdl.data.torch_datasets import (
     arguments_of,
     is_arrow,
 )
+from daskdl.data.unreadable import UNREADABLE, is_left_out, join_readable, load_each
 from daskdl.errors import DataError, ModelError, OptionError
 
 logger = logging.getLogger(__name__)

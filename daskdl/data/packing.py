@@ -39,7 +39,7 @@ from typing_extensions import override
 from daskdl.config import Timeouts, check_whole
 from daskdl.data import batching, storage
 from daskdl.data.batching import Rows
-from daskdl.data.checks import LabelCheck, stream_readable
+from daskdl.data.checks import LabelCheck
 from daskdl.data.dask_collections import is_future
 from daskdl.data.distribute import answers_of, map_parts, workers_of
 from daskdl.data.inputs import (
@@ -63,6 +63,7 @@ from daskdl.data.shuffle_plan import PIECE, ShufflePlan, Span, permutation
 from daskdl.data.source import STREAMED_ROWS, Source, rows_in
 from daskdl.data.storage import AnyPath, Store, are_paths, at_once, is_path, store_of
 from daskdl.data.tables import as_numpy
+from daskdl.data.unreadable import stream_readable
 from daskdl.errors import DataError, OptionError
 
 logger = logging.getLogger(__name__)

@@ -45,9 +45,9 @@ from typing_extensions import override
 from daskdl.config import check_whole
 from daskdl.data import batching
 from daskdl.data.batching import Rows, Tree
-from daskdl.data.checks import UNREADABLE, blames_data
 from daskdl.data.source import SHOWN_ROWS, Pieces, Source
 from daskdl.data.tables import as_numpy, check_array, number_labels, split_label
+from daskdl.data.unreadable import UNREADABLE, blames_data
 from daskdl.errors import DataError, OptionError
 
 PAIR = (

@@ -17,11 +17,11 @@ import torch
 from daskdl.config import is_integral
 from daskdl.data import batching
 from daskdl.data.batching import Rows
-from daskdl.data.checks import UNREADABLE, blames_data
 from daskdl.data.distribute import map_parts
 from daskdl.data.files import GroupedFiles
 from daskdl.data.inputs import source_of, with_columns
 from daskdl.data.source import STREAMED_ROWS, Source
+from daskdl.data.unreadable import UNREADABLE, blames_data
 from daskdl.errors import DataError, OptionError, ShapeError
 
 Shape = tuple[int | None, ...]  # of a row; None: any length

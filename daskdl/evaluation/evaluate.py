@@ -20,7 +20,7 @@ from distributed import Client
 from torch import Tensor, nn
 from typing_extensions import override
 
-from daskdl.data import batching, checks
+from daskdl.data import batching, checks, unreadable
 from daskdl.data.batching import (
     Batch,
     Rows,
@@ -286,7 +286,7 @@ class PartScorer(Scorer):
             if not isinstance(objective, OwnStep):
                 shapes.check(module, device, rows, name)
 
-        readable = checks.stream_readable(
+        readable = unreadable.stream_readable(
             source, part, self.batch_size, check, self.skips
         )
         scored_batches = batches(map(batching.all_rows, readable), self.batch_size)

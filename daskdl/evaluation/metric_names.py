@@ -24,7 +24,8 @@ from torchmetrics.wrappers import Running
 from typing_extensions import override
 
 from daskdl.data.batching import Tree, outline
-from daskdl.data.checks import USER_ERRORS, described
+from daskdl.data.checks import described
+from daskdl.data.unreadable import USER_ERRORS
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation import report, streaming
 from daskdl.evaluation.presets import (

@@ -30,8 +30,9 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from daskdl.data import batching
 from daskdl.data.batching import Tree
-from daskdl.data.checks import USER_ERRORS, described
+from daskdl.data.checks import described
 from daskdl.data.tables import as_numpy
+from daskdl.data.unreadable import USER_ERRORS
 from daskdl.errors import DaskDLError, DataError, ModelError
 from daskdl.evaluation.metric_names import Gathered, check_gathered
 from daskdl.evaluation.presets import MetricSet, SampleBatch

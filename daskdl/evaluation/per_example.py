@@ -16,7 +16,7 @@ from distributed import Client
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from daskdl.data import batching, checks
+from daskdl.data import batching, checks, unreadable
 from daskdl.data import source as sources
 from daskdl.data.batching import Batch, Rows, Tree
 from daskdl.data.dask_collections import Collections
@@ -154,9 +154,9 @@ class ExampleScorer(Scorer):
         name = source.name(part)
         try:
             yield from self._checked(source.stream(part, self.batch_size), name)
-        except checks.UNREADABLE as error:
+        except unreadable.UNREADABLE as error:
             files = source.pieces(part) if self.skips else ()
-            if not checks.is_left_out(error, name, self.skips, files):
+            if not unreadable.is_left_out(error, name, self.skips, files):
                 raise
             yield from self._readable(source, part, files)
 
@@ -165,7 +165,9 @@ class ExampleScorer(Scorer):
     ) -> Iterator[tuple[int, Rows]]:
         """Yield rows of readable files; other files count if each has one example."""
         good = dict(
-            checks.consistent_pieces(checks.load_each(files, skips=True), self._check)
+            unreadable.consistent_pieces(
+                unreadable.load_each(files, skips=True), self._check
+            )
         )
         one_each = source.lengths is not None and source.lengths[part] == len(files)
         one_each &= all(batching.length(rows) == 1 for rows in good.values())
@@ -231,7 +233,7 @@ def _scorer(
             with torch.no_grad():
                 by_rows = kind == "loss" and has_rows(module, run.batch[0])
                 example_losses(module, loss.unpack(), run.batch, by_rows=by_rows)
-        except checks.USER_ERRORS as error:
+        except unreadable.USER_ERRORS as error:
             raise ModelError(
                 f"{kind} failed on a batch with a single row, and each example is "
                 f"scored as such a batch: {error}"

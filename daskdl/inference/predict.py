@@ -13,7 +13,7 @@ from distributed import Client
 from torch import Tensor, nn
 
 from daskdl.config import is_whole
-from daskdl.data import batching, checks
+from daskdl.data import batching, checks, unreadable
 from daskdl.data.batching import Rows, Transform, Tree
 from daskdl.data.dask_collections import Collections
 from daskdl.data.distribute import map_parts, workers_of
@@ -147,7 +147,7 @@ def no_outputs(
             try:
                 with torch.no_grad():
                     output = postprocess(output)
-            except checks.USER_ERRORS as error:
+            except unreadable.USER_ERRORS as error:
                 raise ModelError(
                     f"postprocess failed on the outputs of two rows, {shown}: {error}"
                 ) from error

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from daskdl.data.checks import USER_ERRORS
+from daskdl.data.unreadable import USER_ERRORS
 from daskdl.errors import ModelError, OptionError
 from daskdl.objective import Penalised
 

@@ -24,8 +24,8 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from daskdl.data.checks import USER_ERRORS
 from daskdl.data.normalize import Normalization
+from daskdl.data.unreadable import USER_ERRORS
 from daskdl.errors import DaskDLError, OptionError, SaveError
 from daskdl.keras.compiled import (
     BinaryCrossentropy,

@@ -40,15 +40,15 @@ from daskdl.data.batching import (
     batches,
     with_lone_rows_joined,
 )
-from daskdl.data.checks import (
+from daskdl.data.distribute import ASK_S, Fetcher
+from daskdl.data.source import Pieces, Source
+from daskdl.data.unreadable import (
     UNREADABLE,
     blames_data,
     is_left_out,
     join_readable,
     load_each,
 )
-from daskdl.data.distribute import ASK_S, Fetcher
-from daskdl.data.source import Pieces, Source
 from daskdl.errors import (
     MOST_CHARACTERS,
     DataError,

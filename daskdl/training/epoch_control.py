@@ -25,7 +25,8 @@ from daskdl.callbacks import (
     check_monitored,
 )
 from daskdl.config import check_choice
-from daskdl.data.checks import USER_ERRORS, optimizer_of
+from daskdl.data.checks import optimizer_of
+from daskdl.data.unreadable import USER_ERRORS
 from daskdl.errors import OptionError
 from daskdl.observe.history import COLUMNS, NOT_AGREED, Reason
 from daskdl.serialization import Packed, copied

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from daskdl.channel.protocol import Arrays
-from daskdl.data.checks import USER_ERRORS
+from daskdl.data.unreadable import USER_ERRORS
 from daskdl.errors import CodecError, DaskDLError, OptionError, SaveError
 from daskdl.saving.folder import check_tensor, decode_tensors, encode_tensors
 from daskdl.saving.json_values import Json, JsonValues

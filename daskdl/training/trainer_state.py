@@ -23,7 +23,6 @@ from daskdl.compression import thresholds
 from daskdl.compression.residuals import KeepResidual, ResidualClipping
 from daskdl.config import check_flag
 from daskdl.data.checks import (
-    USER_ERRORS,
     optimizer_failed,
     optimizer_function,
     optimizer_of,
@@ -31,6 +30,7 @@ from daskdl.data.checks import (
 )
 from daskdl.data.inputs import Compose
 from daskdl.data.manifest import ManifestFormat
+from daskdl.data.unreadable import USER_ERRORS
 from daskdl.errors import OptionError, SaveError
 from daskdl.keras.module import KerasModule
 from daskdl.observe.history import History, RunRecord, Stopping

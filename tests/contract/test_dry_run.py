@@ -21,20 +21,18 @@ from torch.nn import functional
 from daskdl.data import batching
 from daskdl.data.batching import Weighted
 from daskdl.data.checks import (
-    UNREADABLE,
     LabelCheck,
     WeightedLoss,
-    blames_data,
     check_loss,
     check_training,
     dry_run,
     ignored_label,
     is_classification,
-    is_left_out,
     of_validation,
     preserved_random_state,
 )
 from daskdl.data.tables import InMemory
+from daskdl.data.unreadable import UNREADABLE, blames_data, is_left_out
 from daskdl.errors import (
     ChannelError,
     DataError,

@@ -1,6 +1,6 @@
 """Estimators for scikit-learn's tools: `cross_val_score`, `Pipeline`, `GridSearchCV`.
 
-Each fit trains a new :class:`daskdl.Trainer` on arrays in memory. scikit-learn is the
+Each fit trains a new :class:`daskdl.Trainer` on arrays in memory. This module needs the
 extra `sklearn`.
 """
 
@@ -63,7 +63,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.fit_options = fit_options
 
     def __sklearn_clone__(self) -> Self:
-        """Clone as scikit-learn does, except for the client, which cannot be copied."""
+        """Clone as scikit-learn does, but share the client, which cannot be copied."""
         client, self.client = self.client, None
         try:
             clone: Self = super().__sklearn_clone__()
@@ -72,15 +72,16 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         clone.client = client
         return clone
 
-    def _inputs(self, X: Any, **fitting: Any) -> Any:
+    def _inputs(self, X: Any, **options: Any) -> Any:
+        """Return validated inputs; with `y`, inputs and labels."""
         example = X[0] if isinstance(X, list) and X else X
         if isinstance(example, Future) or hasattr(type(example), "__dask_graph__"):
             raise DataError(
-                f"X must be in memory, got a {type(X).__name__}, which scikit-learn's "
-                "tools would compute: train on it with daskdl.Trainer"
+                f"X must be in memory, got a {type(X).__name__}, which scikit-learn "
+                "would compute; use daskdl.Trainer for lazy data"
             )
         dtype = "numeric" if self.dtype is None else self.dtype
-        return validate_data(self, X, dtype=dtype, allow_nd=True, **fitting)
+        return validate_data(self, X, dtype=dtype, allow_nd=True, **options)
 
     def _fit(
         self, X: Any, y: Any, sample_weight: Any, loss: Loss, outputs: int
@@ -109,7 +110,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
 
 def _is_sized(model: Any) -> bool:
-    """Whether a function has exactly two required arguments."""
+    """Whether a function takes the numbers of features and outputs."""
     if isinstance(model, nn.Module) or not callable(model):
         return False
     parameters = inspect.signature(model).parameters.values()
@@ -145,8 +146,8 @@ class Classifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         n_features_in_: Number of features.
 
     Raises:
-        DataError: When fitted, if X is not in memory, or there are more classes than
-            the loss takes.
+        DataError: If `fit` gets an X that is not in memory, or more classes than the
+            loss takes.
 
     Example:
         >>> X, y = np.array([[-1.0], [1.0]] * 20), ["no", "yes"] * 20
@@ -172,7 +173,7 @@ class Classifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         if labels_and_scale(loss)[0] == "binary":
             if outputs != 2:
                 raise DataError(
-                    f"loss {loss!r} takes two classes, got {outputs}: take "
+                    f"loss {loss!r} takes two classes, got {outputs}; use "
                     "CrossEntropyLoss"
                 )
             labels = indices.astype("float32")[:, None]
@@ -180,22 +181,21 @@ class Classifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         return self._fit(X, indices, sample_weight, loss, outputs)
 
     def predict_proba(self, X: Any) -> Any:
-        """Return the probability of each class, (n, classes)."""
+        """Return the probability of each class, shape (n, classes)."""
         check_is_fitted(self)
         return self.trainer_.predict_proba(self._inputs(X, reset=False))
 
     def predict(self, X: Any) -> Any:
         """Return the most probable label of each row."""
-        chosen = self.predict_proba(X).argmax(axis=1)
-        return self.classes_[chosen]
+        return self.classes_[self.predict_proba(X).argmax(axis=1)]
 
 
 class Regressor(RegressorMixin, _Estimator):  # type: ignore[misc]
-    """Predict one number for each row, or several, with a PyTorch model.
+    """Predict one or several numbers per row with a PyTorch model.
 
     Args:
         model: See :class:`Classifier`; a function gets the numbers of features and of
-            columns of y. The outputs are (B, columns), also for one column.
+            columns of y. The model's outputs are (B, columns), even for one column.
         loss: See :class:`daskdl.Trainer`; None: `MSELoss`.
         optimizer: See :class:`Classifier`.
         lr: See :class:`Classifier`.
@@ -212,17 +212,17 @@ class Regressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         n_features_in_: Number of features.
 
     Raises:
-        DataError: When fitted, if X is not in memory.
+        DataError: If `fit` gets an X that is not in memory.
 
     Example:
         >>> X = np.linspace(-1, 1, 40)[:, None]
-        >>> own = Regressor(lr=0.1, epochs=40, client=False).fit(X, 2 * X[:, 0])
-        >>> round(own.score(X, 2 * X[:, 0]), 1)
+        >>> regressor = Regressor(lr=0.1, epochs=40, client=False)
+        >>> round(regressor.fit(X, 2 * X[:, 0]).score(X, 2 * X[:, 0]), 1)
         1.0
     """
 
     def __sklearn_tags__(self) -> "Tags":
-        """Say that y may have several columns."""
+        """Declare that y may have several columns."""
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
@@ -243,7 +243,7 @@ class Regressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         return self._fit(X, columns, sample_weight, loss, columns.shape[1])
 
     def predict(self, X: Any) -> Any:
-        """Return the outputs of the model, of the shape of y, float64."""
+        """Return the outputs of the model, float64, in the shape of y."""
         check_is_fitted(self)
         outputs = self.trainer_.predict(self._inputs(X, reset=False)).astype("float64")
         return outputs[:, 0] if self._is_flat else outputs

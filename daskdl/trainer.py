@@ -1,7 +1,7 @@
 """The main interface: :class:`Trainer` and :func:`predict`.
 
 This module collects the user's options and delegates to training, evaluation,
-inference and saving. :func:`predict` works for any model, without a trainer.
+inference and saving. :func:`predict` applies any model, without a trainer.
 """
 
 import functools
@@ -56,7 +56,7 @@ from daskdl.util import client_or_process
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# What to write instead of keywords of other libraries, or of another call.
+# What to write instead of keywords of other libraries or of another method.
 _INSTEAD = {
     keyword: call
     for keywords, call in [
@@ -100,7 +100,7 @@ _INSTEAD = {
 
 
 def _with_hints(function: Callable[P, T]) -> Callable[P, T]:
-    """Refuse calls as of other libraries with an error that says what to write."""
+    """Refuse arguments that other libraries take; the error says what to write."""
     parameters = inspect.signature(function).parameters
     positional = [name for name, p in parameters.items() if p.kind != p.KEYWORD_ONLY]
     by_keyword = [f"{name}=" for name in parameters if name not in positional]
@@ -114,7 +114,7 @@ def _with_hints(function: Callable[P, T]) -> Callable[P, T]:
             )
             raise TypeError(
                 f"{name}() takes only {allowed} by position, got "
-                f"{len(args) - ('self' in positional)} arguments; give the others by "
+                f"{len(args) - ('self' in positional)} arguments; pass the others by "
                 f"keyword: {' '.join(by_keyword)}"
             )
         for keyword in kwargs.keys() - parameters.keys():
@@ -191,9 +191,9 @@ class Trainer:
     Args:
         model: An `nn.Module`, which is copied, or a function that returns one; the
             function runs again for each copy of a module that cannot be pickled. For
-            Keras models see `daskdl.keras`; a compiled one sets the defaults of loss,
-            optimizer and metrics. Submodules in evaluation mode, such as a frozen
-            backbone, stay in it; if all are in evaluation mode, all are trained.
+            Keras models, see `daskdl.keras`; a compiled model sets the defaults of
+            loss, optimizer and metrics. Submodules in evaluation mode, such as a frozen
+            backbone, stay in this mode; if all are in evaluation mode, all are trained.
         loss: A function ``loss(model(x), y)`` that returns a scalar tensor; the name of
             one, such as ``"cross_entropy"``, ``"mse"`` or one of Keras' names; a loss
             of Keras; or a dict of these by output, which are summed. If the output has
@@ -213,29 +213,28 @@ class Trainer:
         master: Training master, which decides how replicas exchange updates.
         client: A synchronous `distributed.Client`; None: the default client, else a
             temporary `LocalCluster`; False: no cluster, see above.
-        device: Device of the replicas: a torch device; or ``"auto"``, which is CUDA on
-            workers that have it, with the devices divided evenly among the worker's
-            replicas, and else the CPU.
-        seed: Seeds model initialisation (if `model` is a function), shuffling and
+        device: Device of the replicas: a torch device; or ``"auto"``: the worker's CUDA
+            devices, divided evenly among its replicas, or the CPU without CUDA.
+        seed: Seed of model initialization (if `model` is a function), shuffling and
             dropout: replica i seeds torch with ``seed + i``.
         callbacks: A list of :class:`daskdl.Callback`; one alone needs no list.
         progress: Show a progress bar; None: at a terminal and in a notebook.
         autocast: dtype of the forward passes in training, under `torch.autocast`:
             ``torch.bfloat16``, or ``torch.float16`` with a `torch.amp.GradScaler` for
             each replica. Evaluation and prediction use the model's own dtype.
-        accumulate: Batches of `batch_size` rows per optimizer step; with a mean loss
+        accumulate: Batches of `batch_size` rows per optimizer step. With a mean loss,
             the step equals that of one large batch, even if a loss of torch or Keras
             ignores labels or has class weights.
         clip_grad_norm: Largest total norm of the gradients, > 0, applied after
             accumulation and before the optimizer step; None: no clipping.
         step: Function ``step(model, (x, y))`` that returns the mean loss of a batch, a
-            scalar tensor, for models whose forward pass is not ``model(x)``. It may
-            also return ``(loss, logs)``, or a dict with ``"loss"``, to log other
-            numbers or scalar tensors of the batch: their means over the examples become
-            columns of the history, and `val_NAME` on validation data. Validation and
-            evaluation report only these.
+            scalar tensor, for models whose forward pass is not ``model(x)``. The
+            function may also return ``(loss, logs)``, or a dict with ``"loss"``, to log
+            other numbers or scalar tensors of the batch: their means over the examples
+            become columns of the history, `val_NAME` on validation data. Validation and
+            evaluation report only the loss and these means.
         scheduler: Function that creates a `torch.optim.lr_scheduler.LRScheduler` from
-            an optimizer. At the end of an epoch all replicas continue from the most
+            an optimizer. At the end of an epoch, all replicas continue from the most
             advanced schedule.
         scheduler_every: Step the scheduler after each ``"epoch"``, or each ``"step"``
             of a replica.
@@ -243,13 +242,13 @@ class Trainer:
             `monitor` of :class:`~daskdl.EarlyStopping`; None: ``"val_loss"``, or
             ``"loss"`` without validation data.
         telemetry_every: Steps of a replica per row of `history.steps`; ``"auto"``: 10,
-            or more so that rows take less than 1 % of the time; None: no rows.
+            or as many as keep the rows below 1 % of the time; None: no rows.
         transform: Function that maps a batch (x, y) of tensors, or of tuples and dicts
             of tensors, to a batch, such as a fitted `daskdl.data.Standardize`. It runs
             on the worker, on every batch for training, evaluation and prediction; y is
             None without labels.
-        metrics: Metrics of the validation data in each fit, `val_NAME` in the history,
-            and the default of `metrics` in :meth:`evaluate`.
+        metrics: Metrics of the validation data in each fit, `val_NAME` in the history;
+            also the default of `metrics` in :meth:`evaluate`.
         max_loss_rise: Largest rise of a replica's loss, in units of
             ``max(1, |first loss|)``, above its first loss; if the loss stays higher,
             the fit ends with a `DivergedError`. None: no limit.
@@ -356,18 +355,18 @@ class Trainer:
         Args:
             X: Inputs, rows first: numpy arrays, torch tensors, pandas and pyarrow
                 tables, `dask.array`, `dask.dataframe`, or tuples and dicts of these,
-                which the model receives by position and by keyword if its forward takes
-                them, else as one argument.
+                which are passed to the model by position and by keyword if its
+                ``forward`` accepts them, otherwise as one argument.
                 Or inputs and labels together: `dask.bag`, lists of Delayed objects
                 and futures, torch datasets, a `DataLoader`, paths and URLs,
-                `daskdl.data` sources; see the page on data. A list has an item for
-                each example.
+                `daskdl.data` sources; see the page on data. A list has one item per
+                example.
             y: Labels of the same length and types; strings become class numbers.
             epochs: Number of passes over the data, >= 1.
             batch_size: Rows per batch of each replica, >= 1. None: those of a
                 `DataLoader`, or 32.
-            validation: Pair (X, y), or data that include labels, on which the agreed
-                model is scored after each epoch, or in the epochs of an
+            validation: Pair (X, y), or data that include labels; the agreed model is
+                scored on them after each epoch, or in the epochs of an
                 :class:`~daskdl.Evaluate`. Or a fraction of the rows, such as 0.1, drawn
                 with the trainer's seed and excluded from training.
             sample_weight: Weight of each row in the loss, >= 0, for data in memory: an
@@ -375,28 +374,28 @@ class Trainer:
                 history, is the sum of weight * loss over the sum of the weights.
                 `validation` may then be (X, y, sample_weight); a fraction of the rows
                 keeps the weights.
-            shuffle: New random order in each epoch, from the seed. None: as in a
-                `DataLoader`, else True.
-            drop_last: Leave out incomplete batches, at the end of a replica's epoch and
-                before rows of another shape. `examples` in the history excludes them.
+            shuffle: Draw a new random order for each epoch, from the seed. None: as in
+                a `DataLoader`, else True.
+            drop_last: Drop incomplete batches, at the end of a replica's epoch and
+                before rows of another shape; `examples` in the history excludes them.
                 None: as in a `DataLoader`, else False.
             transform: Applied to each batch before the trainer's own transform, also to
                 batches of `validation`.
-            label: Column of a table, or key of dicts, with the labels, also in
-                `validation`; all others are inputs.
+            label: Column of a table, or key of dicts, that has the labels, also in
+                `validation`; all other columns or keys are inputs.
             on_bad_batch: What to do with parts that cannot be read: ``"raise"`` an
                 error, or ``"skip"`` them and count them in `history_`.
             prefetch: Number of batches to load ahead, in whole parts and at least the
                 next part; 0: no prefetching.
-            approach: ``"direct"``, or ``"export"``: pack the rows first, read the
-                packed files in all epochs, and delete them at the end;
-                ``daskdl.export.url`` sets the folder.
+            approach: ``"direct"``; or ``"export"``, which first packs the rows, reads
+                the packed files in all epochs, and deletes them at the end;
+                ``daskdl.export.url`` in Dask's configuration sets the folder.
             resume: URL of a checkpoint, or of the folder of a
-                :class:`~daskdl.Checkpoint`, whose newest one is used; or a
+                :class:`~daskdl.Checkpoint`, whose newest checkpoint is used; or a
                 `Checkpoint`, for a URL that needs `storage_options`. Training continues
-                from there instead of from `model_`, and `epochs` includes the epochs
-                before the checkpoint. True: the folder of the `Checkpoint` among
-                `callbacks`; without a checkpoint there, the fit starts from `model_`.
+                from the checkpoint instead of from `model_`, and `epochs` includes the
+                epochs before the checkpoint. True: the folder of the `Checkpoint` among
+                `callbacks`; if it has no checkpoint, the fit starts from `model_`.
 
         Returns:
             One row for each epoch, as in `history_`.
@@ -433,13 +432,11 @@ class Trainer:
         plan = resume_plan(resume, self.callbacks)
         model, state = getattr(self, "model_", None), self._state
         if plan is not None:
-            model, state = (
-                None,
-                FitState(
-                    epochs=plan.epochs_before,
-                    columns=plan.columns,
-                    scaled_by=plan.scaled_by,
-                ),
+            model = None
+            state = FitState(
+                epochs=plan.epochs_before,
+                columns=plan.columns,
+                scaled_by=plan.scaled_by,
             )
         spec = replace(spec, read=_compared_with(state, spec.read))
         sources = spec.sources(X, y, validation, self.classes_)
@@ -475,8 +472,8 @@ class Trainer:
         lead to incomplete batches and so to more steps.
 
         Args:
-            X: Inputs, as for :meth:`fit`. Where lengths are unknown, each part is
-                loaded once to count its rows.
+            X: Inputs, as for :meth:`fit`. If its length is unknown, each part of the
+                data is loaded once to count the rows.
             epochs: See :meth:`fit`.
             batch_size: See :meth:`fit`.
             validation: See :meth:`fit`; only a fraction of the rows counts.
@@ -502,20 +499,20 @@ class Trainer:
 
     @property
     def feature_names_in_(self) -> Sequence[str] | Mapping[str, Sequence[str]] | None:
-        """Names of the columns of X in the order that the model was trained on.
+        """Names of the columns of X, in the order in which the model was trained.
 
         For several tables, a dict of the names by place, such as ``"X['left']"``. None
-        before the first fit, and if the columns of X had no names, like an array's.
+        before the first fit, and if X had no named columns, such as an array.
         """
         columns = self._state.columns or {}
         inputs = {place: n for place, n in columns.items() if place.startswith("X")}
         return inputs.get("X", inputs or None)
 
     def reset(self) -> None:
-        """Forget all fits, so that the next one begins like the first one.
+        """Forget all fits, so that the next fit begins like the first one.
 
-        The model is again the argument `model`; a function creates it from the same
-        seed. The state of your own callbacks is not reset.
+        The next fit starts from the argument `model`; if this is a function, the fit
+        calls it with the same seed. The state of your own callbacks is not reset.
         """
         for name in ("model_", "optimizer_", "scheduler_", "history_"):
             vars(self).pop(name, None)
@@ -542,9 +539,9 @@ class Trainer:
         Args:
             X: Inputs, or inputs and labels, of any type that :meth:`fit` takes.
             y: Labels, or None if `X` includes them.
-            metrics: Metrics beside the loss; None: those of the trainer, or, without
-                any, accuracy, if labels are classes, or 0 and 1 with a binary loss.
-                A metric is a name such as ``"accuracy"``, ``"f1"`` or ``"r2"``; a
+            metrics: Metrics beside the loss; None: those of the trainer, or, if it has
+                none, accuracy for labels that are classes, or 0 and 1 with a binary
+                loss. A metric is a name such as ``"accuracy"``, ``"f1"`` or ``"r2"``; a
                 function ``f(y_true, y_pred)``, such as those of scikit-learn; a preset,
                 ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``
                 or ``"calibration"``, or one of their classes in `daskdl.metrics`; a
@@ -561,7 +558,7 @@ class Trainer:
 
         Returns:
             A dict of all metrics over all rows, which prints as a report; with a
-            `step` it contains only ``"loss"`` and what the step logs.
+            `step`, the dict contains only ``"loss"`` and the logs of the step.
 
         Raises:
             DataError: If the data cannot be used, or the loss or a metric does not
@@ -585,7 +582,7 @@ class Trainer:
         )
 
     def score(self, X: Any, y: Any = None, **options: Any) -> float:
-        """Return the accuracy over all rows for labels that are classes, else R2.
+        """Return the accuracy over all rows if labels are classes, otherwise R2.
 
         Args:
             X: See :meth:`evaluate`.
@@ -614,20 +611,20 @@ class Trainer:
         Args:
             X: Inputs, or inputs and labels, of any type that :meth:`fit` takes.
             y: Labels, or None if `X` includes them.
-            key: Keys for the scores: the name of a table column, which is then no
+            key: Keys of the scores: the name of a table column, which is then not an
                 input; a sequence with one value per row, for data in memory, datasets
                 and files; a one-dimensional `dask.array`, if the data are a
                 `dask.array`; for bags and lists of Delayed lists, whether their items
                 are pairs (key, example). None: detected for bags and lists, as with
                 `keyed` of :meth:`predict`; no keys for other data.
             regularization: Add the penalty of weight decay and of a Keras model's
-                regularisers, the same number for each example.
+                regularizers, which is the same number for each example.
             batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
             transform: See :meth:`fit`.
             label: Column, or key, of `X` that has the labels, see :meth:`fit`.
             on_bad_batch: Treatment of parts that cannot be read. With ``"skip"``, the
                 scores of a part, or of the bad files in a part of several files, are
-                NaN if the number of rows is known, else left out.
+                NaN if the number of rows is known; otherwise they are left out.
 
         Returns:
             One float64 number per example, in order: a tensor for tensors, a pandas
@@ -721,8 +718,8 @@ class Trainer:
             options: Other arguments of :meth:`predict`, except for `postprocess`.
 
         Returns:
-            (n, classes); with a binary loss and one score per row (n, 2), with several
-            labels per row the probability of each, (n, labels).
+            (n, classes); with a binary loss, (n, 2) for one score per row, and
+            (n, labels) for the probability of each of several labels.
 
         Raises:
             OptionError: If the scale of the loss's scores is unknown.
@@ -730,7 +727,7 @@ class Trainer:
         if labels_and_scale(self._objective)[1] is None:
             raise OptionError(
                 "predict_proba needs a classification loss, such as CrossEntropyLoss "
-                f"or BCEWithLogitsLoss, got {self.loss!r}; give your own loss an "
+                f"or BCEWithLogitsLoss, got {self.loss!r}; give a loss of your own an "
                 "attribute scale: 'logits', 'probabilities' or 'log_probabilities'"
             )
         convert = functools.partial(class_probabilities, loss=self._objective)
@@ -828,19 +825,19 @@ class Trainer:
 
         Args:
             url: The folder of the save.
-            model: Replaces the saved argument of the class; None: the saved one.
-            loss: Likewise.
-            optimizer: Likewise; also replaces the saved `lr`.
-            client: See the class.
+            model: Replaces the saved argument; None: keep it.
+            loss: Replaces the saved argument; None: keep it.
+            optimizer: Replaces the saved argument and the saved `lr`; None: keep them.
+            client: See :class:`Trainer`.
             trusted: Names of modules or packages, such as ``["my_nets"]``, whose
                 classes and functions may be imported and called with saved arguments.
             storage_options: fsspec options of `url`, such as credentials.
-            others: Other arguments of the class; they replace the saved ones.
+            others: Other arguments of :class:`Trainer`; they replace the saved ones.
 
         Raises:
             SaveError: If the save is missing, damaged, foreign or too new.
-            OptionError: If arguments have to be passed; the message names each, and
-                the reason.
+            OptionError: If arguments must be passed; the message names each of them,
+                with the reason.
         """
         replaced = {"model": model, "loss": loss, "optimizer": optimizer}
         passed: dict[str, Any]
@@ -930,7 +927,7 @@ class Trainer:
 
 
 def _compared_with(state: FitState, read: ReadOptions) -> ReadOptions:
-    """Add the columns and normalizers of the last fit, with which rows are compared."""
+    """Add the columns and normalizers of the last fit, to compare new rows with."""
     return replace(read, columns=state.columns, scaled_by=state.scaled_by)
 
 

@@ -355,7 +355,7 @@ def test_results_before_a_fit_name_the_fit():
         (
             lambda: Trainer(nn.Linear(4, 2), nn.MSELoss(), "sgd", 0.1),
             "Trainer() takes only model, loss, optimizer by position, got 4 arguments; "
-            "give the others by keyword: lr= ",
+            "pass the others by keyword: lr= ",
         ),
         *[
             (

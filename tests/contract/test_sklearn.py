@@ -80,7 +80,7 @@ class TestClassifier:
         assert [*classifier.classes_] == ["down", "up"]
         np.testing.assert_allclose(chances.sum(axis=1), 1, rtol=1e-6)
         assert classifier.score(X, y) > 0.9
-        with pytest.raises(DataError, match="takes two classes, got 3: take CrossEnt"):
+        with pytest.raises(DataError, match="takes two classes, got 3; use CrossEnt"):
             classifier.fit(X, NAMES)
 
     def test_options_reach_trainer_and_fit(self):

@@ -239,7 +239,7 @@ _NO_LOSS = (
 )
 
 
-class Penalised(ABC):
+class Penalized(ABC):
     """A module that adds a penalty to the loss, such as weight decay."""
 
     @abstractmethod

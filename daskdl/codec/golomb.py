@@ -61,7 +61,7 @@ def best_rice(gaps_K: npt.NDArray[np.int32], silent: int) -> tuple[int, int]:
     """Return the Rice parameter with the fewest bits, and their number.
 
     The number of bits is convex in the parameter, so a parameter that is no worse than
-    its neighbours is the best. The search starts at the mean gap and usually tries
+    its neighbors is the best. The search starts at the mean gap and usually tries
     three parameters. ``silent`` is the sum of the gaps.
     """
     mean = silent // len(gaps_K)
@@ -71,12 +71,12 @@ def best_rice(gaps_K: npt.NDArray[np.int32], silent: int) -> tuple[int, int]:
     bits = rice_bits(gaps_K, rice)
     step = 1
     while True:
-        neighbour = rice + step
-        neighbour_bits = (
-            rice_bits(gaps_K, neighbour) if 0 <= neighbour <= MAX_RICE else bits
+        neighbor = rice + step
+        neighbor_bits = (
+            rice_bits(gaps_K, neighbor) if 0 <= neighbor <= MAX_RICE else bits
         )
-        if neighbour_bits < bits:
-            rice, bits = neighbour, neighbour_bits
+        if neighbor_bits < bits:
+            rice, bits = neighbor, neighbor_bits
         elif step == 1:
             step = -1
         else:

@@ -49,7 +49,7 @@ class FlatParameters:
 
     Raises:
         ModelError: If no parameter is trainable, or a trainable one is not a dense,
-            finite, initialised tensor of float32, bfloat16, float16 or float64, or
+            finite, initialized tensor of float32, bfloat16, float16 or float64, or
             overlaps another parameter's memory.
 
     Example:
@@ -98,7 +98,7 @@ def _trainable_groups(module: nn.Module) -> list[Named]:
 def _check_kind(name: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, nn.UninitializedParameter) or parameter.is_meta:
         raise ModelError(
-            f"parameter {name!r} is not initialised; run one forward pass on the "
+            f"parameter {name!r} is not initialized; run one forward pass on the "
             "device to train on first"
         )
     if parameter.dtype not in TRAINABLE or parameter.layout != torch.strided:
@@ -140,7 +140,7 @@ def _flatten_(named: Named, start: int) -> DtypeGroup:
 
 
 def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised vector, aligned to 64 bytes as torch's vectors are.
+    """Return an uninitialized vector, aligned to 64 bytes as torch's vectors are.
 
     On the CPU numpy allocates the memory, because numpy requests huge pages. With small
     pages, applying an update with sparse entries takes more time for page look-ups than

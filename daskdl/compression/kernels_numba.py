@@ -7,7 +7,7 @@ Numba does not vectorise a loop that packs comparisons into a word of bits, and 
 prefetch. Three intrinsics add both on every processor that LLVM supports.
 
 Shape suffixes: N = parameters of one flat vector, K = entries of one update,
-L = fewer than 64 neighbours.
+L = fewer than 64 neighbors.
 
 Source:
     LLVM Language Reference Manual, ``fcmp``, ``bitcast``, ``llvm.cttz``,

@@ -39,7 +39,7 @@ Where = slice | Tensor  # positions within a group
 MAX_COUNT = 2**22
 REGRID_ABOVE = 2**28  # a quarter of the count at which kernels stop sending
 REGRID_BELOW = 2**25
-NEIGHBOURS = 16  # neighbouring values in a sample: a cache line of float32
+NEIGHBORS = 16  # neighboring values in a sample: a cache line of float32
 
 
 def kernels_for(device: torch.device) -> type[VectorGroup]:
@@ -528,11 +528,11 @@ class ResidualView:
 
     def sample(self, most: int) -> Tensor:
         """See :class:`daskdl.compression.thresholds.Residual`."""
-        apart = NEIGHBOURS * max(-(-self.size // most), 1)
+        apart = NEIGHBORS * max(-(-self.size // most), 1)
         parts, since = [], 0  # positions since the last run began
         for group, where in self.ranges:  # evenly spaced over all ranges together
             starts = torch.arange(where.start - since, where.stop, apart)
-            positions = (starts[:, None] + torch.arange(NEIGHBOURS)).flatten()
+            positions = (starts[:, None] + torch.arange(NEIGHBORS)).flatten()
             # Ascending: a run before the range or beyond it is cut at its end.
             ends = torch.tensor([where.start, where.stop])
             positions = positions[slice(*torch.searchsorted(positions, ends).tolist())]

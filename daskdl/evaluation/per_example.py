@@ -37,7 +37,7 @@ from daskdl.inference.lazy import (
     with_first_rows,
 )
 from daskdl.keras.module import CrossEntropyOfProbabilities
-from daskdl.objective import Objective, OwnStep, Penalised, batch_loss, call, scored
+from daskdl.objective import Objective, OwnStep, Penalized, batch_loss, call, scored
 from daskdl.observe.history import check_log_names
 from daskdl.serialization import Packed, PackedModel, copied
 from daskdl.util import check_outlives, client_or_process
@@ -382,7 +382,7 @@ def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
         squares = [p.detach().double().square().sum().item() for p in group["params"]]
         total += 0.5 * decay * sum(squares)
     fresh = copied(model)  # without activity penalties of former rows
-    if isinstance(fresh, Penalised):
+    if isinstance(fresh, Penalized):
         with torch.no_grad():
             penalty = fresh.penalty()
         total += 0.0 if penalty is None else penalty.item()

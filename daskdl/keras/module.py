@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from daskdl.data.unreadable import USER_ERRORS
 from daskdl.errors import ModelError, OptionError
-from daskdl.objective import Penalised
+from daskdl.objective import Penalized
 
 JSON = Any  # what `json.loads` returns
 
@@ -458,7 +458,7 @@ def as_module(model: Any) -> Any:
     return KerasModule(model) if kind and isinstance(model, kind) else model
 
 
-class KerasModule(nn.Module, Penalised):
+class KerasModule(nn.Module, Penalized):
     """A Keras model as a torch module.
 
     Other attributes are those of the Keras model: `predict`, `summary`, `layers`,

@@ -113,7 +113,7 @@ def train_replica(
         initial: Whether the replica starts the run with others.
 
     Returns:
-        The replica's result, packed so that Dask serialises no tensor.
+        The replica's result, packed so that Dask serializes no tensor.
     """
     # Frees the slot for other tasks, and keeps adaptive clusters from closing it.
     secede()

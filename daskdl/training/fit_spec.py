@@ -266,7 +266,7 @@ def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.
     def seeded() -> Any:
         with preserved_random_state():
             torch.manual_seed(seed)
-            random.seed(seed)  # the source of Keras' seeds for initialisers
+            random.seed(seed)  # the source of Keras' seeds for initializers
             return as_module(_called(function))
 
     return created(seeded)

@@ -36,7 +36,7 @@ from daskdl.objective import (
     Batch,
     Objective,
     OwnStep,
-    Penalised,
+    Penalized,
     call,
     loss_and_logs,
     on_device,
@@ -486,7 +486,7 @@ class Stepper:
         # The loss of a user's own step includes any penalty.
         self._penalty = (
             module.penalty
-            if isinstance(module, Penalised) and not isinstance(objective, OwnStep)
+            if isinstance(module, Penalized) and not isinstance(objective, OwnStep)
             else None
         )
         self._autocast: contextlib.AbstractContextManager[Any] = (

@@ -67,19 +67,19 @@ async def test_a_large_frame_is_decoded_outside_the_event_loop(c, s, a, b, monke
 async def test_two_runs_at_once_do_not_mix(c, s, a, b, routing):
     async with (
         a_run(c, s, a, b, routing=routing) as run,
-        a_run(c, s, a, b, run=8, routing=routing) as neighbour,
+        a_run(c, s, a, b, run=8, routing=routing) as neighbor,
     ):
         assert publish(run.channels[0], 1)
-        assert publish(neighbour.channels[0], -2)
+        assert publish(neighbor.channels[0], -2)
 
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
-        await in_thread(neighbour.channels[1].wait_for_updates, {0: 1})
+        await in_thread(neighbor.channels[1].wait_for_updates, {0: 1})
 
         assert totals(run.channels[1].drain())[:2] == [1, 0]
-        assert totals(neighbour.channels[1].drain())[:2] == [0, -1]
-        await neighbour.ask("daskdl_stop", run=8, reason="enough")
+        assert totals(neighbor.channels[1].drain())[:2] == [0, -1]
+        await neighbor.ask("daskdl_stop", run=8, reason="enough")
         with pytest.raises(Stopped, match="enough"):
-            await in_thread(neighbour.channels[1].barrier, "never", None)
+            await in_thread(neighbor.channels[1].barrier, "never", None)
         assert run.record.stopped is None
         run.channels[1].check()
 

@@ -310,14 +310,14 @@ class TestLossesWithTrainableTensors:
         Trainer(nn.Linear(4, 2), optimizer=sgd, step=step, client=False).fit(X, Y)
 
     def test_a_tensor_that_the_loss_makes_in_each_call_is_accepted(self):
-        def penalised(output, y):
+        def penalized(output, y):
             with torch.enable_grad():
                 scale = torch.ones(1, requires_grad=True)
                 loss = nn.functional.cross_entropy(output * scale, y)
                 (slope,) = torch.autograd.grad(loss, [scale], create_graph=True)
             return loss + slope.square().sum()
 
-        Trainer(nn.Linear(4, 2), penalised, sgd, client=False).fit(X, Y)
+        Trainer(nn.Linear(4, 2), penalized, sgd, client=False).fit(X, Y)
 
 
 def test_one_callback_needs_no_list(tmp_path):

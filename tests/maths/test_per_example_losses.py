@@ -10,7 +10,7 @@ from torch.nn import functional
 from daskdl import OptionError, Trainer
 from daskdl.keras import CrossEntropyOfProbabilities
 from daskdl.keras.module import as_module, library
-from daskdl.objective import Penalised
+from daskdl.objective import Penalized
 
 ROWS, CLASSES, STEPS = 5, 4, 3
 GENERATOR = torch.Generator().manual_seed(0)
@@ -305,13 +305,13 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_gradient_of_the_penalty_is_what_the_optimizer_adds(kind):
     """Of a loss that is zero, the step is the one with the penalty as the loss."""
-    penalised, reference = linear(), linear()
-    reference.load_state_dict(penalised.state_dict())
-    decaying = kind(penalised.parameters(), lr=0.1, weight_decay=0.5)
+    penalized, reference = linear(), linear()
+    reference.load_state_dict(penalized.state_dict())
+    decaying = kind(penalized.parameters(), lr=0.1, weight_decay=0.5)
     plain = kind(reference.parameters(), lr=0.1, weight_decay=0.0)
-    start = penalty(penalised, decaying)
+    start = penalty(penalized, decaying)
 
-    for p in penalised.parameters():
+    for p in penalized.parameters():
         p.grad = torch.zeros_like(p)
     decaying.step()
     loss = sum(0.25 * p.square().sum() for p in reference.parameters())
@@ -320,7 +320,7 @@ def test_the_gradient_of_the_penalty_is_what_the_optimizer_adds(kind):
 
     assert start == pytest.approx(loss.item())
     for mine, expected in zip(
-        penalised.parameters(), reference.parameters(), strict=True
+        penalized.parameters(), reference.parameters(), strict=True
     ):
         torch.testing.assert_close(mine, expected)
 
@@ -345,7 +345,7 @@ def test_decoupled_weight_decay_is_refused(make, message):
         penalty(module, make(module.parameters()))
 
 
-class Ridge(nn.Linear, Penalised):
+class Ridge(nn.Linear, Penalized):
     def penalty(self):
         return self.weight.square().sum()
 

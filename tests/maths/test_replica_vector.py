@@ -19,7 +19,7 @@ from daskdl.compression.flat import (
     load_untrained_,
 )
 from daskdl.compression.kernels import CHUNK
-from daskdl.compression.replica_vector import MAX_COUNT, NEIGHBOURS, ResidualView
+from daskdl.compression.replica_vector import MAX_COUNT, NEIGHBORS, ResidualView
 from daskdl.errors import CodecError, ModelError, RunError
 from tests.support.updates import GRID, STAMP, Vector, sparse, whole
 
@@ -81,8 +81,8 @@ class TestFlatParameters:
             (nn.ReLU(), "no trainable parameters"),
             (nn.Linear(2, 2).requires_grad_(False), "no trainable parameters"),
             (nn.Linear(2, 2, dtype=torch.complex64), "'weight' is torch.complex64"),
-            (nn.LazyLinear(2), "'weight' is not initialised"),
-            (nn.Linear(2, 2, device="meta"), "'weight' is not initialised"),
+            (nn.LazyLinear(2), "'weight' is not initialized"),
+            (nn.Linear(2, 2, device="meta"), "'weight' is not initialized"),
             (sparse_layer(), r"'weight' is torch.float32 \(torch.sparse_coo\)"),
             (too_wide(), r"has 2147483648 .* limit is 2147483647"),
             (not_finite(), r"'2.bias' has values that are not finite"),
@@ -456,15 +456,15 @@ class TestSample:
         sample = self.view(100).sample(most=50)
 
         runs = [
-            *range(NEIGHBOURS),
-            *range(2 * NEIGHBOURS, 3 * NEIGHBOURS),
-            *range(4 * NEIGHBOURS, 5 * NEIGHBOURS),
+            *range(NEIGHBORS),
+            *range(2 * NEIGHBORS, 3 * NEIGHBORS),
+            *range(4 * NEIGHBORS, 5 * NEIGHBORS),
         ]
         assert sample.tolist() == [*runs, 96.0, 97.0, 98.0, 99.0]
 
     def test_runs_are_evenly_spaced_over_ranges_that_are_shorter_than_one(self):
         places = [
-            slice(start, start + NEIGHBOURS // 2) for start in range(0, 160, NEIGHBOURS)
+            slice(start, start + NEIGHBORS // 2) for start in range(0, 160, NEIGHBORS)
         ]
         apart = self.view(160, ranges=[(0, where) for where in places])
         positions = torch.cat([torch.arange(160)[where] for where in places])
@@ -473,4 +473,4 @@ class TestSample:
         sample = apart.sample(most=20)
 
         assert sample.tolist() == positions[together.sample(most=20).long()].tolist()
-        assert len(sample) == 2 * NEIGHBOURS
+        assert len(sample) == 2 * NEIGHBORS

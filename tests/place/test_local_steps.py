@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from daskdl import DivergedError, EarlyStopping, ModelError, Trainer
-from daskdl.objective import Penalised
+from daskdl.objective import Penalized
 from tests.support.problems import (
     adam,
     kept,
@@ -55,7 +55,7 @@ class TestAccumulation:
         assert {line["number"] for line in lines} == set(range(1, 11))
 
 
-class Held(nn.Linear, Penalised):
+class Held(nn.Linear, Penalized):
     """A layer with a penalty on its weights."""
 
     def penalty(self):
@@ -83,8 +83,8 @@ def test_a_penalty_counts_once_in_a_step(reduction, accumulate):
     expected = module.weight - 1e-3 * module.weight.grad
     torch.testing.assert_close(fitted.model_.weight, expected)
     if accumulate == 1:
-        penalised = loss + module.penalty()
-        assert history[0]["loss"] == pytest.approx(penalised.item(), rel=1e-5)
+        penalized = loss + module.penalty()
+        assert history[0]["loss"] == pytest.approx(penalized.item(), rel=1e-5)
 
 
 def of_model(model, lr=0.05):

@@ -54,7 +54,7 @@ LEARNT = 0.5  # of the test images; chance is 0.1
 
 
 def recorded(client, routing, folder, **options):
-    # Two neighbours at most: with four replicas, updates are forwarded.
+    # Two neighbors at most: with four replicas, updates are forwarded.
     sharing = GradientSharing(residual=KeepResidual(), routing=routing, fan_out=2)
     return trainer(client, Recorded(str(folder), sharing, atol=ATOL), **options)
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from daskdl.errors import ModelError, OptionError
-from daskdl.keras.module import SMALLEST, KerasModule, compile_config
+from daskdl.keras.module import EPSILON, KerasModule, compile_config
 from daskdl.losses import Labels, Scale, aligned
 
 # ---- losses
@@ -91,7 +91,7 @@ class CategoricalCrossentropy(_Crossentropy, nn.NLLLoss):
             logs = scores.log_softmax(1)
         else:
             shares = scores / scores.sum(1, keepdim=True)
-            logs = shares.clamp(SMALLEST, 1 - SMALLEST).log()
+            logs = shares.clamp(EPSILON, 1 - EPSILON).log()
         if y.shape != scores.shape and self.label_smoothing:
             y = functional.one_hot(y, scores.shape[1]).movedim(-1, 1).to(scores.dtype)
         if y.shape != scores.shape:
@@ -122,7 +122,7 @@ class BinaryCrossentropy(_Crossentropy, nn.Module):
             return functional.binary_cross_entropy_with_logits(
                 scores, y, reduction=self.reduction
             )
-        scores = scores.clamp(SMALLEST, 1 - SMALLEST)
+        scores = scores.clamp(EPSILON, 1 - EPSILON)
         return functional.binary_cross_entropy(scores, y, reduction=self.reduction)
 
 
@@ -131,7 +131,7 @@ _OF_NUMBERS: Mapping[str, Callable[..., Tensor]] = {
     "mean_absolute_error": functional.l1_loss,
     "huber": functional.huber_loss,
     "poisson": functools.partial(
-        functional.poisson_nll_loss, log_input=False, eps=SMALLEST
+        functional.poisson_nll_loss, log_input=False, eps=EPSILON
     ),
 }
 

@@ -17,16 +17,16 @@ from typing import Any
 
 from daskdl.errors import ModelError
 from daskdl.keras.module import (
-    ENDING,
     JSON,
+    KERAS_ERRORS,
     MODELS,
-    WRONG,
+    SUFFIX,
     KerasModule,
     building,
     built,
-    gist,
+    last_line,
     library,
-    modern,
+    to_keras3,
     vetted,
 )
 
@@ -41,11 +41,11 @@ MOST_PER_WEIGHT = 8
 INDEX_BYTES = 64 * 2**20
 
 # Raised by `zipfile` and the decompressors for damaged bytes.
-BROKEN = (
+READING_ERRORS = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError),
     *(NotImplementedError, RuntimeError, UnicodeError, ArithmeticError),
 )
-# Raised by `modern` and `vetted` for missing keys and values of a wrong type.
+# Raised by `to_keras3` and `vetted` for missing keys and values of a wrong type.
 _MALFORMED = (LookupError, TypeError, AttributeError, RecursionError)
 
 
@@ -110,13 +110,13 @@ def from_saved(path: str | os.PathLike[str]) -> KerasModule:
     file = Path(path)
     if file.suffix in HDF5:
         config, compiled = _description_in_hdf5(file)
-    elif file.suffix == ENDING:
+    elif file.suffix == SUFFIX:
         config = _parsed(_description(file), f"{file}: {_CONFIG}")
         compiled = None
     else:
         raise ModelError(
-            f"path must end in {ENDING!r}, '.h5' or '.hdf5', got {str(path)!r}; load "
-            f"other files with keras.saving.load_model, and save them as {ENDING}"
+            f"path must end in {SUFFIX!r}, '.h5' or '.hdf5', got {str(path)!r}; load "
+            f"other files with keras.saving.load_model, and save them as {SUFFIX}"
         )
     model = built(_checked(config, str(file)), seeded=False)
     with building(seeded=False):
@@ -124,9 +124,9 @@ def from_saved(path: str | os.PathLike[str]) -> KerasModule:
             fault = _fault_of_weights(file, model)
             if fault is None:
                 model.load_weights(file)
-        except (*WRONG, *BROKEN) as error:
+        except (*KERAS_ERRORS, *READING_ERRORS) as error:
             raise ModelError(
-                f"the weights in {file} do not fit its model: {gist(error)}"
+                f"the weights in {file} do not fit its model: {last_line(error)}"
             ) from error
     if fault is not None:
         raise ModelError(f"{file} has weights that Keras does not write: {fault}")
@@ -147,7 +147,7 @@ def _parsed(text: str | bytes, where: str) -> JSON:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{where} is not valid JSON: {gist(error)}") from error
+        raise ModelError(f"{where} is not valid JSON: {last_line(error)}") from error
 
 
 def _checked(config: JSON, where: str) -> JSON:
@@ -160,10 +160,10 @@ def _checked(config: JSON, where: str) -> JSON:
             f"config, and a class_name among {', '.join(MODELS)}, got {kind!r}"
         )
     try:
-        return vetted(modern(config))
+        return vetted(to_keras3(config))
     except _MALFORMED as error:
         raise ModelError(
-            f"{where} does not have the structure that Keras writes: {gist(error)}"
+            f"{where} does not have the structure that Keras writes: {last_line(error)}"
         ) from error
 
 
@@ -187,9 +187,9 @@ def _description(file: Path) -> bytes:
                         f"{MOST_CONFIG_BYTES} are allowed"
                     )
                 return archive.read(names[_CONFIG])
-        except BROKEN as error:
+        except READING_ERRORS as error:
             raise ModelError(
-                f"{file} is not a Keras 3 file, or is damaged: {gist(error)}"
+                f"{file} is not a Keras 3 file, or is damaged: {last_line(error)}"
             ) from error
 
 
@@ -225,15 +225,15 @@ def _opened(file: Path) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         try:
             opened: Any = stack.enter_context(file.open("rb"))
-            if file.suffix == ENDING:
+            if file.suffix == SUFFIX:
                 archive = stack.enter_context(zipfile.ZipFile(opened))
                 opened = stack.enter_context(archive.open(_WEIGHTS))
             weights = stack.enter_context(h5py.File(opened))
         except FileNotFoundError:
             raise
-        except BROKEN as error:
+        except READING_ERRORS as error:
             raise ModelError(
-                f"{file} is not an HDF5 file, or is damaged: {gist(error)}"
+                f"{file} is not an HDF5 file, or is damaged: {last_line(error)}"
             ) from error
         yield weights
 
@@ -243,7 +243,7 @@ def _fault_of_weights(file: Path, model: Any) -> str | None:
     model_bytes = sum(weight.value.nbytes for weight in model.variables)
     limit = MOST_PER_WEIGHT * model_bytes + INDEX_BYTES
     size = file.stat().st_size
-    if file.suffix == ENDING:
+    if file.suffix == SUFFIX:
         with zipfile.ZipFile(file) as archive:
             size = archive.getinfo(_WEIGHTS).file_size
     if size <= limit:

@@ -58,15 +58,15 @@ _DROPPED_OF: Mapping[str, tuple[str, ...]] = {
 _CONSTANT = "_CONSTANT_VALUE"  # written by Keras 2 instead of a layer's name
 
 
-def modern(value: JSON) -> JSON:
+def to_keras3(value: JSON) -> JSON:
     """Convert the description of a model from Keras 2 to Keras 3.
 
     Example:
-        >>> modern({"class_name": "LeakyReLU", "config": {"alpha": 0.5}})
+        >>> to_keras3({"class_name": "LeakyReLU", "config": {"alpha": 0.5}})
         {'class_name': 'LeakyReLU', 'config': {'negative_slope': 0.5}}
     """
     if isinstance(value, list):
-        return [modern(part) for part in value]
+        return [to_keras3(part) for part in value]
     if not isinstance(value, dict):
         return value
     kind, config = value.get("class_name"), value.get("config")
@@ -77,7 +77,7 @@ def modern(value: JSON) -> JSON:
     elif isinstance(kind, str) and isinstance(config, dict):
         config = _settings(kind, config)
     else:
-        return {key: modern(part) for key, part in value.items()}
+        return {key: to_keras3(part) for key, part in value.items()}
     return {**value, "class_name": _CLASSES.get(kind, kind), "config": config}
 
 
@@ -88,7 +88,7 @@ def _settings(kind: str, config: dict[str, JSON]) -> dict[str, JSON]:
         unused = value in neutral and (kinds is _ALL or kind in kinds)
         if unused or key in _DROPPED or key in _DROPPED_OF.get(kind, ()):
             continue
-        settings[key] = modern(value)
+        settings[key] = to_keras3(value)
         if key.endswith("_initializer") and isinstance(value, dict):
             inner = settings[key].get("config")
             if isinstance(inner, dict):
@@ -106,7 +106,7 @@ def _settings(kind: str, config: dict[str, JSON]) -> dict[str, JSON]:
 def _sequential(config: JSON) -> dict[str, JSON]:
     if isinstance(config, list):  # written by early releases of Keras 2
         config = {"name": "sequential", "layers": config}
-    layers = [modern(layer) for layer in config["layers"]]
+    layers = [to_keras3(layer) for layer in config["layers"]]
     if layers and layers[0].get("class_name") != "InputLayer":
         layer = config["layers"][0]["config"]
         shape = layer.get("batch_input_shape") if isinstance(layer, dict) else None
@@ -127,7 +127,7 @@ def _functional(config: dict[str, JSON]) -> dict[str, JSON]:
     Keras 2 writes a node as its first argument, in which a tensor is ``[layer, node,
     tensor, other arguments]``. It counts a nested model's own node as the first node.
     """
-    layers = [modern(layer) for layer in config["layers"]]
+    layers = [to_keras3(layer) for layer in config["layers"]]
     config = {**config, "layers": layers}
     nodes = [node for layer in layers for node in layer["inbound_nodes"]]
     if not any(isinstance(node, list) for node in nodes):
@@ -190,12 +190,12 @@ def _is_reference(part: JSON) -> bool:
 
 
 BACKEND = "torch"
-VARIABLE = "KERAS_BACKEND"
-ENDING = ".keras"
+BACKEND_VARIABLE = "KERAS_BACKEND"
+SUFFIX = ".keras"
 SEEDS = 2**31  # seeds of Keras' generators are less than this
-SMALLEST = 1e-7  # as in Keras; logarithms of less are mostly rounding errors in float32
+EPSILON = 1e-7  # as in Keras; logarithms of less are mostly rounding errors in float32
 # Raised by Keras for an invalid description.
-WRONG = (*USER_ERRORS, ImportError)
+KERAS_ERRORS = (*USER_ERRORS, ImportError)
 # Building a model changes global state, such as Python's random generator.
 _building = threading.RLock()
 
@@ -203,16 +203,16 @@ _building = threading.RLock()
 @functools.cache
 def library() -> Any:
     """Import Keras 3 on its PyTorch backend, and return the module."""
-    chosen, is_new = os.environ.get(VARIABLE), "keras" not in sys.modules
+    chosen, is_new = os.environ.get(BACKEND_VARIABLE), "keras" not in sys.modules
     if is_new and chosen and chosen != BACKEND:
         raise OptionError(
-            f"Keras models need Keras' backend {BACKEND!r}, but {VARIABLE} is "
+            f"Keras models need Keras' backend {BACKEND!r}, but {BACKEND_VARIABLE} is "
             f"{chosen!r} in this process; set it to {BACKEND}, or unset it, also on "
             "the workers"
         )
     if is_new and not chosen:
         # Otherwise, a file in the user's home directory determines the backend.
-        os.environ[VARIABLE] = BACKEND
+        os.environ[BACKEND_VARIABLE] = BACKEND
     try:
         import keras
     except ImportError as error:
@@ -222,7 +222,7 @@ def library() -> Any:
         ) from error
     finally:
         if is_new and not chosen:
-            os.environ.pop(VARIABLE, None)
+            os.environ.pop(BACKEND_VARIABLE, None)
     if int(keras.__version__.split(".")[0]) < 3:
         raise OptionError(
             f"Keras models need Keras 3, got {keras.__version__}; install it with "
@@ -232,8 +232,8 @@ def library() -> Any:
     if backend != BACKEND:
         raise OptionError(
             f"Keras models need Keras' backend {BACKEND!r}, but Keras has been "
-            f"imported with {backend!r} in this process; set {VARIABLE}={BACKEND} "
-            "before the import, also on the workers"
+            f"imported with {backend!r} in this process; set "
+            f"{BACKEND_VARIABLE}={BACKEND} before the import, also on the workers"
         )
     return keras
 
@@ -390,9 +390,9 @@ def built(config: JSON, *, seeded: bool) -> Any:
         copied = json.loads(json.dumps(config))  # Keras modifies its argument
         try:
             model = keras.saving.deserialize_keras_object(copied, safe_mode=True)
-        except WRONG as error:
+        except KERAS_ERRORS as error:
             raise ModelError(
-                f"Keras {keras.__version__} cannot create the model: {gist(error)}"
+                f"Keras {keras.__version__} cannot create the model: {last_line(error)}"
             ) from error
     if not isinstance(model, keras.Model):
         raise ModelError(f"expected a model, got the description of a {type(model)}")
@@ -404,9 +404,9 @@ def described(model: Any) -> JSON:
     """Return the vetted description of a Keras model."""
     try:
         config = library().saving.serialize_keras_object(model)
-    except WRONG as error:
+    except KERAS_ERRORS as error:
         raise ModelError(
-            f"Keras cannot describe the model {model.name!r}: {gist(error)}"
+            f"Keras cannot describe the model {model.name!r}: {last_line(error)}"
         ) from error
     return vetted(config)
 
@@ -421,7 +421,7 @@ def _check_built(model: Any) -> None:
         )
 
 
-def gist(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """Return the last line of an error; Keras writes all settings before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'without a message'}"
@@ -449,7 +449,7 @@ class CrossEntropyOfProbabilities(nn.NLLLoss):
 
     @override
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return super().forward(input.clamp(min=SMALLEST).log(), target)
+        return super().forward(input.clamp(min=EPSILON).log(), target)
 
 
 def as_module(model: Any) -> Any:
@@ -547,9 +547,9 @@ class KerasModule(nn.Module, Penalized):
             OSError: If the file cannot be written.
         """
         target = Path(path)
-        if target.suffix != ENDING:
-            raise OptionError(f"path must end in {ENDING!r}, got {str(path)!r}")
-        partial = target.with_name(f".{target.stem}-{secrets.token_hex(4)}{ENDING}")
+        if target.suffix != SUFFIX:
+            raise OptionError(f"path must end in {SUFFIX!r}, got {str(path)!r}")
+        partial = target.with_name(f".{target.stem}-{secrets.token_hex(4)}{SUFFIX}")
         try:
             self._keras.save(partial)
             partial.replace(target)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from daskdl.errors import ModelError, OptionError
-from daskdl.keras.module import library, modern, vetted
+from daskdl.keras.module import library, to_keras3, vetted
 from tests.support.processes import in_a_fork
 
 
@@ -136,7 +136,7 @@ MODELS = Path(__file__).parents[1] / "keras_models"
 
 def settings(kind, **config):
     """What becomes of the settings of a layer."""
-    return modern({"class_name": kind, "config": config})["config"]
+    return to_keras3({"class_name": kind, "config": config})["config"]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_the_input_shape_of_the_first_layer_becomes_an_input_layer(dtype, listed
     layers = [dense(batch_input_shape=[None, 3], dtype=dtype), dense()]
     config = layers if listed else {"name": "sequential", "layers": layers}
 
-    updated = modern({"class_name": "Sequential", "config": config})["config"]
+    updated = to_keras3({"class_name": "Sequential", "config": config})["config"]
 
     kinds = [layer["class_name"] for layer in updated["layers"]]
     assert (updated["name"], kinds) == ("sequential", ["InputLayer", "Dense", "Dense"])
@@ -202,10 +202,14 @@ def test_the_input_shape_of_the_first_layer_becomes_an_input_layer(dtype, listed
         "batch_shape": [None, 3],
         "dtype": "float32",
     }
-    assert modern({"class_name": "Sequential", "config": updated})["config"] == updated
+    assert (
+        to_keras3({"class_name": "Sequential", "config": updated})["config"] == updated
+    )
 
 
-@pytest.mark.parametrize("rewrite", [modern, lambda config: vetted(modern(config))])
+@pytest.mark.parametrize(
+    "rewrite", [to_keras3, lambda config: vetted(to_keras3(config))]
+)
 def test_the_given_description_is_not_changed(rewrite):
     config = json.loads((MODELS / "two_by_two_keras2.json").read_text())
     before = copy.deepcopy(config)

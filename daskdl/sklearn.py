@@ -187,7 +187,8 @@ class Classifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Any:
         """Return the most probable label of each row."""
-        return self.classes_[self.predict_proba(X).argmax(axis=1)]
+        chosen = self.predict_proba(X).argmax(axis=1)
+        return self.classes_[chosen]
 
 
 class Regressor(RegressorMixin, _Estimator):  # type: ignore[misc]

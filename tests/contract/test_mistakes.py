@@ -349,7 +349,7 @@ def test_results_before_a_fit_name_the_fit():
     [
         (
             lambda: fit(X, Y, X, Y),
-            "Trainer.fit() takes only X, y by position, got 4 arguments; give the "
+            "Trainer.fit() takes only X, y by position, got 4 arguments; pass the "
             "others by keyword: epochs= batch_size= validation= ",
         ),
         (

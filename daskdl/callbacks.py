@@ -30,6 +30,8 @@ class FitBegin(NamedTuple):
     batch_size: int  # rows per batch of each replica
     examples: int | None  # examples in one epoch; None: unknown
     parameters: int  # trainable parameters of the model
+    name: str = ""  # name of the fit
+    run: str = ""  # its id in logs, on the dashboard and in metrics
 
 
 class EpochBegin(NamedTuple):
@@ -610,7 +612,8 @@ class TensorBoard(Callback):
                 self._add("layers", norms, self._steps + step, f"/{name}")
         self._steps += last_step
         run = end.history.run
-        lines = [f"    {n}: {v}" for n, v in {**run.options, **run.versions}.items()]
+        named = {"name": run.name, "run": run.id, **run.options, **run.versions}
+        lines = [f"    {name}: {value}" for name, value in named.items()]
         self._writer.add_text("options", "\n".join(lines), self._epochs)
         self._writer.close()
 

@@ -347,6 +347,7 @@ def cli(traceback: bool) -> None:
     is_flag=True,
     help="Continue from the newest checkpoint; start from scratch if there is none.",
 )
+@click.option("--name", help="Of the run, on the dashboard and in its report.")
 @click.option("--save", metavar="URL", help="Save the trainer to this folder.")
 @click.option(
     "--report",
@@ -368,6 +369,7 @@ def train(
     checkpoint: str | None,
     every: str | None,
     resume: bool,
+    name: str | None,
     save: str | None,
     report: str | None,
 ) -> None:
@@ -406,6 +408,7 @@ def train(
                 batch_size=batch_size,
                 validation=held_out[0] if held_out and not held_out[1:] else held_out,
                 resume=resume or None,
+                name=name,
             )
         except KeyboardInterrupt:
             click.echo(_where_to_resume(rule), err=True)
@@ -750,8 +753,8 @@ def doctor(scheduler: str) -> None:
             if replica["phase"] != "gone"
         }
         click.echo(
-            f"run {run['run']:x}: epoch {run['epoch'] + 1}, {run['rows']} of its rows "
-            f"left, {len(replicas)} replicas"
+            f"run {run['run']}: epoch {run['epoch'] + 1}, {run['rows']} of its rows "
+            f"left, {len(replicas)} replica{'s' if len(replicas) != 1 else ''}"
         )
         if run["stopped"] is not None:
             click.echo(f"  stopped: {run['stopped']}")

@@ -77,6 +77,7 @@ _INSTEAD = {
         ("collate_fn", "fit(daskdl.data.dataset(dataset, collate_fn=collate_fn), ...)"),
         ("train_dataloader train_dataloaders train_dataset", "fit(dataset)"),
         ("resume_from_checkpoint ckpt_path", "fit(..., resume=folder)"),
+        ("run_name experiment_name", "fit(..., name='resnet-lr3')"),
         ("criterion loss_fn loss_function", "Trainer(..., loss=loss)"),
         ("class_weight", "Trainer(..., loss=CrossEntropyLoss(weight=weights))"),
         ("learning_rate base_lr", "Trainer(..., lr=0.1)"),
@@ -349,6 +350,7 @@ class Trainer:
         prefetch: int = 2,
         approach: Approach = "direct",
         resume: Any = None,
+        name: str | None = None,
     ) -> History:
         """Train the model; later calls continue from `model_` and unsent residuals.
 
@@ -396,6 +398,9 @@ class Trainer:
                 from the checkpoint instead of from `model_`, and `epochs` includes the
                 epochs before the checkpoint. True: the folder of the `Checkpoint` among
                 `callbacks`; if it has no checkpoint, the fit starts from `model_`.
+            name: Name of this fit on the dashboard, in logs, metrics and reports, such
+                as ``"resnet-lr3"``. It need not be unique. None: the model's class and
+                the time.
 
         Returns:
             One row for each epoch, as in `history_`.
@@ -426,6 +431,7 @@ class Trainer:
             epochs=epochs,
             prefetch=prefetch,
             approach=approach,
+            name=name,
         )
         if sample_weight is not None:
             spec, y = spec.weighted(), Weighted(y, sample_weight)

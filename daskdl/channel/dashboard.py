@@ -22,7 +22,7 @@ from dask.utils import format_bytes, format_time
 from numpy.typing import NDArray
 
 from daskdl.channel.leasing import RunSpec
-from daskdl.channel.protocol import LiveReport
+from daskdl.channel.protocol import LiveReport, run_id
 from daskdl.channel.run_state import Membership, MemberState
 from daskdl.errors import shown
 from daskdl.observe.report import Html, number, table
@@ -93,6 +93,7 @@ class RunView:
 
     Attributes:
         run: Id of the run.
+        name: Name of the run.
         title: Describes the model.
         epochs: Number of epochs, including those before a checkpoint; None if unknown.
         reports: Reports of all replicas, thinned evenly.
@@ -106,9 +107,9 @@ class RunView:
 
     def __init__(self, spec: RunSpec, members: Membership, now: float) -> None:
         self.run = spec.run
+        self.name = shown(spec.name)
         self.title = shown(spec.title)
         self.epochs = spec.epochs
-        self.members = members
         self.reports: Thinned[TimedReport] = Thinned(MOST_REPORTS)
         self.ended: Thinned[TimedReport] = Thinned(MOST_REPORTS)
         self.rows: Thinned[Mapping[str, Any]] = Thinned(MOST_EPOCHS)
@@ -118,14 +119,29 @@ class RunView:
         self._began_at = now
         rows = spec.sizes["train"].rows
         self._per_epoch = sum(rows) if min(rows, default=-1) >= 0 else 0  # 0: unknown
-        self._first_epoch = spec.first_epoch
+        self._former: dict[int, MemberState] = {}  # before the run opened again
         self._counts: Counter[int] = Counter()  # reports by replica
         self._last: dict[int, TimedReport] = {}  # by replica
         # Two recent reports of each replica, at least a second apart.
         self._marks: dict[int, tuple[TimedReport, TimedReport]] = {}
-        self._first_report: TimedReport | None = None
+        self._begin(spec, members)
+
+    def _begin(self, spec: RunSpec, members: Membership) -> None:
+        self.members = members
+        self._first_epoch = spec.first_epoch
+        self._first_report: TimedReport | None = None  # since the run opened last
 
     # ---- for the plugin
+
+    def open_again(self, spec: RunSpec, members: Membership) -> None:
+        """Continue with other replicas, and without the epochs that they repeat."""
+        self._former |= self.members.replicas
+        self._begin(spec, members)
+        rows = self.rows.numbered
+        self.rows.numbered = [row for row in rows if row[0] < spec.first_epoch]
+        self.row = self.rows.numbered[-1][1] if self.rows.numbered else {}
+        self.over = None
+        self.version += 1
 
     def report(self, replica: int, live: LiveReport, now: float) -> None:
         """Record a live report of a replica, unless a newer report arrived before."""
@@ -164,9 +180,14 @@ class RunView:
         return {r: self.members.replicas[r] for r in self.members.present}
 
     @property
+    def replicas(self) -> dict[int, MemberState]:
+        """All replicas of the run by number, from each time that it opened."""
+        return {**self._former, **self.members.replicas}
+
+    @property
     def listed(self) -> dict[int, MemberState]:
         """Replicas that take part, followed by those that left last."""
-        members = self.members.replicas
+        members = self.replicas
         gone = [r for r, member in members.items() if member.joined and member.gone]
         gone.sort(key=lambda r: members[r].gone_at)
         order = *self.members.present, *sorted(gone[-MOST_LISTED:])
@@ -186,8 +207,12 @@ class RunView:
     @property
     def epoch(self) -> int:
         """The epoch of the most advanced replica, counted from 0."""
-        reached = [last.live.epoch for last in self._last.values()]
+        reached = [last.live.epoch for last in self._last_now()]
         return max(reached, default=self._first_epoch)
+
+    def _last_now(self) -> list[TimedReport]:
+        """Return the last reports since the run opened last."""
+        return [self._last[r] for r in self.members.replicas if r in self._last]
 
     def speed(self, now: float) -> float:
         """Return the examples per second of all replicas that reported recently."""
@@ -204,7 +229,7 @@ class RunView:
         if self.over is not None or self.epochs is None or self._first_report is None:
             return None
         per_epoch = self._per_epoch or self.row.get("examples", 0)
-        trained = sum(last.live.examples for last in self._last.values())
+        trained = sum(last.live.examples for last in self._last_now())
         counted = trained - self._first_report.live.examples
         if not per_epoch or counted <= 0:
             return None
@@ -269,11 +294,16 @@ class Dashboard:
         self.runs = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}  # of finished runs
 
-    def open(self, view: RunView) -> None:
-        """Show a run."""
-        if view.run in self._timers:
-            self._remove(view.run)
-        self.runs[view.run] = view
+    def open(self, spec: RunSpec, members: Membership, now: float) -> RunView:
+        """Show a run; one that opens again after its end continues."""
+        run, view = spec.run, self.runs.get(spec.run)
+        if view is None:
+            view = RunView(spec, members, now)
+        else:
+            self._remove(run)
+            view.open_again(spec, members)
+        self.runs[run] = view
+        return view
 
     def end(self, run: int, why: str, loop: asyncio.AbstractEventLoop) -> None:
         """Show a run as finished; remove it in an hour."""
@@ -353,8 +383,8 @@ class Metrics:
         runs = [run for board in self.dashboards for run in list(board.runs.values())]
         training.add_metric([], sum(run.over is None for run in runs))
         for run in runs:
-            label, here = f"{run.run:x}", run.present
-            members = list(run.members.replicas.values())
+            label, here = run_id(run.run), run.present
+            members = list(run.replicas.values())
             present.add_metric([label], len(here))
             failed.add_metric([label], sum(member.failed for member in members))
             epoch.add_metric([label], run.epoch)
@@ -479,7 +509,7 @@ def heading(run: RunView, now: float) -> str:
     total = "" if run.epochs is None else f" of {run.epochs}"
     status.insert(0, f"epoch {min(run.epoch + 1, run.epochs or math.inf):.0f}{total}")
     status += [f"{name} {number(value)}" for name, value in scores_in(row).items()]
-    paragraphs = [f"Run {run.run:x}, {state}", " · ".join(status)]
+    paragraphs = [f"{run.title}; run {run_id(run.run)}, {state}", " · ".join(status)]
     if row:
         paragraphs.append(
             f"Epoch {row['epoch'] + 1}: density {row['density']:.3g} · "
@@ -488,7 +518,7 @@ def heading(run: RunView, now: float) -> str:
             f"staleness {row['staleness']:.3g} · waits {_waits(row['waits'])}"
         )
     body = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in paragraphs)
-    return f"<h2>{html.escape(run.title)}</h2>{body}"
+    return f"<h2>{html.escape(run.name)}</h2>{body}"
 
 
 def _waits(waits_s: Mapping[str, float]) -> str:

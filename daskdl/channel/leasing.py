@@ -27,8 +27,10 @@ from daskdl.channel.protocol import (
     TrainedWork,
     check,
     hints_of,
+    run_id,
 )
 from daskdl.config import Timeouts
+from daskdl.errors import shown
 
 TO_ITS_END = -1  # `stop` of a range whose part has unknown length
 
@@ -142,7 +144,8 @@ class RunSpec:
     """Specification of a run by its client; plain values, sent as a dict.
 
     Attributes:
-        run: Id of the run, a random integer of 63 bits.
+        run: Id of the run, random; it stays if the run opens again after the loss of
+            all replicas. The secret and the numbers of the replicas are then others.
         replicas: Worker address of each initial replica.
         sizes: Sizes of each phase ("train", "validation").
         seed: Seed of the order of the training parts; None keeps their order.
@@ -156,6 +159,7 @@ class RunSpec:
         first_epoch: First epoch to train, counted from 0; a resumed run skips some.
         intervals: Division of the epochs.
         epochs: Number of epochs, including those before `first_epoch`; None: unknown.
+        name: Name of the run, chosen by its user.
         title: Describes the model, for the dashboard.
         payload_bytes: Bound of what a replica sends at a barrier or with a lease.
         secret: In each request about the run, see `check_secret`.
@@ -174,9 +178,16 @@ class RunSpec:
     first_epoch: Natural = 0
     intervals: SyncIntervals = WHOLE_EPOCHS
     epochs: Natural | None = None
+    name: str = ""
     title: str = ""
     payload_bytes: Natural = 2**26
     secret: Token = field(default=0, repr=False)
+
+    @property
+    def label(self) -> str:
+        """Name and id of the run, for logs."""
+        name = shown(self.name)
+        return f"{name} ({run_id(self.run)})" if name else run_id(self.run)
 
     @property
     def order(self) -> int:

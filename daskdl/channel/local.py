@@ -34,6 +34,7 @@ from daskdl.channel.protocol import (
     PeerProgress,
     WaitCause,
     Work,
+    run_id,
 )
 from daskdl.channel.run_state import RunState
 from daskdl.channel.transport import CLOCK, Clock, Outbox
@@ -73,7 +74,7 @@ class LocalRun:
         with self.changed:
             if replica in self._inboxes:
                 raise ChannelError(
-                    f"replica {replica} of run {spec.run:x} is already open"
+                    f"replica {replica} of run {run_id(spec.run)} is already open"
                 )
             inbox = Inbox(
                 spec.size,

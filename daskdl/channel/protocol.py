@@ -271,9 +271,22 @@ DELIVER_BATCHES = "daskdl_deliver_batches"
 SNAPSHOT, REPAIR, FETCH = "daskdl_snapshot", "daskdl_repair", "daskdl_fetch"
 
 
+RUN_BITS = 32  # of the id of a run
+
+
+def run_id(run: int) -> str:
+    """Return the id of a run as readers see it: in logs, pages, metrics and keys.
+
+    Example:
+        >>> run_id(0xBEEF)
+        '0000beef'
+    """
+    return f"{run:0{RUN_BITS // 4}x}"
+
+
 def task_key(run: int, replica: int) -> str:
     """Return the Dask key of the task that trains a replica."""
-    return f"daskdl-train-{run:x}-{replica}"
+    return f"daskdl-train-{run_id(run)}-{replica}"
 
 
 WIRE_BYTES = 32  # msgpack overhead of a message around its frame, measured: 24 to 32

@@ -335,6 +335,13 @@ class RunState:
         self._all_retired = True
         self._ended = False  # a replica has completed the run
 
+    def is_former(self, replica: int) -> bool:
+        """Whether the run lost a replica before it opened again.
+
+        Replicas are then numbered on from all earlier ones.
+        """
+        return replica < min(self.spec.replicas)
+
     @property
     def has_enough(self) -> bool:
         """Whether at least `min_replicas` replicas are expected to train."""
@@ -800,8 +807,9 @@ class RunState:
             for barrier in self.barriers.values()
         ]
         return {
-            "run": self.spec.run,
+            "run": self.spec.label,
             "epoch": self.epoch,
+            "epochs": self.spec.epochs,
             "rows": train.unfinished,
             "min_replicas": self.spec.min_replicas,
             "silence_s": self.timeouts.silence,

@@ -49,6 +49,7 @@ from daskdl.channel.protocol import (
     handlers_of,
     nbytes_of,
     read,
+    run_id,
 )
 from daskdl.channel.run_state import AT_FIRST, RunState
 from daskdl.channel.transport import (
@@ -194,11 +195,15 @@ class LiveRun:
     send_loops: dict[int, asyncio.Task[None]]
 
     def __init__(
-        self, spec: RunSpec, transport: SchedulerTransport, client: str
+        self,
+        spec: RunSpec,
+        transport: SchedulerTransport,
+        client: str,
+        dashboard: Dashboard,
     ) -> None:
         self._transport = transport
         self.state = RunState(spec, self.now())
-        self.record = RunView(spec, self.state.members, self.now())
+        self.record = dashboard.open(spec, self.state.members, self.now())
         self.client = client
         self.hanging = set()
         self.send_loops = {}
@@ -642,7 +647,8 @@ class LiveRun:
         if not self.state.members.is_here(replica):
             return
         # The client reports the failure to its user.
-        logger.info("run %x lost replica %s: %s", self.state.spec.run, replica, why)
+        label = self.state.spec.label
+        logger.info("run %s lost replica %s: %s", label, replica, why)
         self.state.lose(replica, why, self.now())
         self._forget(replica)
         self.notify()
@@ -743,10 +749,13 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         @functools.wraps(method)
         async def handler(run: int, secret: int | None = None, **fields: Any) -> Fields:
             if run not in self.runs:
-                raise GoneError(f"no run {run:x} here")
+                raise GoneError(f"no run {run_id(run)} here")
             live = self.runs[run]
+            is_replica = operation in OF_REPLICAS
+            if is_replica and live.state.is_former(fields["replica"]):
+                raise GoneError(f"run {run_id(run)} has lost this replica")
             check_secret(secret, live.state.spec.secret)
-            if operation in OF_REPLICAS:
+            if is_replica:
                 token = fields.pop("token")
                 live.state.members.authenticate(fields["replica"], token)
             return live.answer(await method(live, **fields))
@@ -769,16 +778,16 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         run_spec = RunSpec.from_wire(spec)
         run = run_spec.run
         if run in self.runs:
-            raise ValueError(f"run {run:x} is already open")
-        live = self.runs[run] = LiveRun(run_spec, self._transport, client)
-        self.dashboard.open(live.record)
+            raise ValueError(f"run {run_id(run)} is already open")
+        live = LiveRun(run_spec, self._transport, client, self.dashboard)
+        self.runs[run] = live
         # Workers without a replica: some arrived after the client's choice, others had
         # no work left. The client tells them apart.
         for worker, versions in self.arrived.items():
             if not live.state.members.assigned_to(worker):
                 live.state.post("worker", worker=worker, versions=versions)
         self._set_pace()
-        logger.info("run %x opens: %s", run, run_spec.replicas)
+        logger.info("run %s opens: %s", run_spec.label, run_spec.replicas)
         return {"status": Answer.OK.value}
 
     async def handle_close(self, run: RunId, secret: Token | None = None) -> Fields:
@@ -792,13 +801,14 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         """Close a run if it is open; see `LiveRun.close`."""
         if run not in self.runs:
             return ""
-        still_here = await self.runs[run].close(reason, wait_s)
-        live = self.runs.pop(run, None)
-        self._set_pace()
-        if live is not None:  # else it was closed twice
+        live = self.runs[run]
+        still_here = await live.close(reason, wait_s)
+        if self.runs.get(run) is live:  # else it was closed twice
+            del self.runs[run]
+            self._set_pace()
             why = live.state.stopped or reason
             self.dashboard.end(run, why, self._transport.loop)
-        logger.info("run %x is closed", run)
+            logger.info("run %s is closed: %s", live.state.spec.label, why)
         return still_here
 
     async def handle_describe(self) -> Fields:
@@ -867,8 +877,8 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         still_here = await self._close(run, "its client is gone", bound.seconds)
         if still_here:
             logger.warning(
-                "run %x: replicas that have not left after %s: %s",
-                run,
+                "run %s: replicas that have not left after %s: %s",
+                live.state.spec.label,
                 bound,
                 still_here,
             )

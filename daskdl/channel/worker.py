@@ -49,6 +49,7 @@ from daskdl.channel.protocol import (
     check_secret,
     copied,
     handlers_of,
+    run_id,
     task_key,
 )
 from daskdl.channel.recovery import Repairs
@@ -599,14 +600,16 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         endpoint = self.endpoints.get((run, replica))
         if endpoint is None:
             self.refused += 1
-            raise GoneError(f"no replica {replica} of run {run:x} here")
+            raise GoneError(f"no replica {replica} of run {run_id(run)} here")
         return endpoint
 
     def open(self, spec: ChannelSpec) -> ReplicaEndpoint:
         """Make the endpoint of a replica, which accepts messages from now on."""
         key = (spec.run, spec.replica)
         if key in self.endpoints:
-            raise ChannelError(f"replica {key[1]} of run {key[0]:x} is already open")
+            raise ChannelError(
+                f"replica {spec.replica} of run {run_id(spec.run)} is already open"
+            )
         self.endpoints[key] = ReplicaEndpoint(self._transport, spec)
         if self._pace is not None:
             self._pace.set_training(bool(self.endpoints))

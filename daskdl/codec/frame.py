@@ -441,7 +441,7 @@ def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) ->
             f"must be in 0 .. {most}, got {count}"
         )
     if run is not None and header.run != run:
-        raise CodecError(f"frame of run {header.run:x}, this is run {run:x}")
+        raise CodecError(f"frame of run {header.run:08x}, this is run {run:08x}")
     if size is not None and header.size != size:
         raise CodecError(f"frame for {header.size} parameters, this model has {size}")
     stamp = Stamp(header.run, header.origin, header.sequence, header.step)

@@ -72,6 +72,8 @@ class RunRecord:
             fit, and the ``"reason"`` why it left. For a replica that stayed, ``"left"``
             is None and ``"reason"`` is empty.
         error: The error that ended the fit, with its notes; empty without one.
+        name: Name of the fit; empty if no fit has started.
+        id: Its id in logs, on the dashboard and in metrics.
     """
 
     began: float = 0.0
@@ -80,6 +82,8 @@ class RunRecord:
     versions: Mapping[str, str] = field(default_factory=dict)
     replicas: dict[int, dict[str, Any]] = field(default_factory=dict)
     error: str = ""
+    name: str = ""
+    id: str = ""
 
     def join(self, replica: int, worker: str) -> None:
         """Record that a replica is assigned to a worker now."""
@@ -369,9 +373,8 @@ class History(Sequence[Row]):
         shown = [*range(0, last, -(-len(self) // MOST_EPOCHS) or 1), last]
         epochs = [self._rows[i] for i in shown] if self._rows else []
         count = f", {len(epochs)} of {len(self)}" if len(epochs) < len(self) else ""
-        when = time.strftime(" of %Y-%m-%d %H:%M:%S", time.localtime(run.began))
         return report.page(
-            "daskdl: fit" + (when if run.began else ""),
+            f"daskdl: {run.name or 'fit'}",
             [
                 ("Error", f"<pre>{html.escape(run.error)}</pre>" if run.error else ""),
                 ("Summary", report.table(self._facts())),
@@ -389,7 +392,11 @@ class History(Sequence[Row]):
     def _facts(self) -> list[tuple[str, Any]]:
         """Return the names and values of the summary."""
         run, rows = self.run, self._rows
-        facts: list[tuple[str, Any]] = [("epochs", len(rows))]
+        facts: list[tuple[str, Any]] = []
+        if run.began:
+            began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
+            facts += [("run", run.id), ("began", began)]
+        facts.append(("epochs", len(rows)))
         if not math.isnan(run.seconds):
             facts.append(("seconds", run.seconds))
         if rows:

@@ -340,6 +340,7 @@ def run_spec_of(
             resumed=point,
         ),
         epochs=spec.epochs,
+        name=spec.name or "",
         title=f"{type(spec.model).__name__}, {spec.size:,} parameters",
         payload_bytes=REPORT_BYTES + 4 * model_bytes,
         secret=spec.secret,

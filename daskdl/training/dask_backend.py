@@ -204,7 +204,9 @@ def _merge(
     client: Client, results: Sequence[Future], run: int, deadline: float
 ) -> Packed[FitResult] | None:
     """Merge results; None if a result was lost, or the deadline has passed."""
-    merged = client.submit(merge_packed, list(results), key=new_key(f"merge-{run:x}"))
+    merged = client.submit(
+        merge_packed, list(results), key=new_key(f"merge-{protocol.run_id(run)}")
+    )
 
     def check() -> None:
         # Dask would recompute a lost result by training again.
@@ -448,7 +450,7 @@ class DaskBackend(Backend):
     def _send(self, replicas: Mapping[int, str]) -> None:
         """Scatter the model and sources that workers need in full; set `_scattered`."""
         workers = sorted(set(replicas.values()))
-        name = new_key(f"replica-{self._spec.run:x}")
+        name = new_key(f"replica-{protocol.run_id(self._spec.run)}")
         payload = self._packed.payload
         parts = {
             f"{name}-{number}": part

@@ -29,6 +29,7 @@ from tqdm.auto import tqdm
 
 from daskdl import errors
 from daskdl.callbacks import Callback, FitBegin, FitEnd, LayerMonitor, run_hook
+from daskdl.channel.protocol import RUN_BITS, run_id
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.config import is_number
 from daskdl.data import batching
@@ -168,7 +169,8 @@ class FitRun:
     ) -> None:
         self.history = History(() if resume is None else resume.rows)
         self.classes = self.result = None
-        self._spec = spec
+        name = f"{type(model).__name__} {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        self._spec = replace(spec, name=spec.name or name)
         self._model = model
         self._state = state
         self._resume = resume
@@ -233,18 +235,23 @@ class FitRun:
                 batch_size=size,
                 examples=self._rows,
                 parameters=self._run_spec.size,
+                name=self._run_spec.name or "",
+                run=run_id(self._run_spec.run),
             )
-            self._begin_record(optimizer)
+            self._begin_record(begin, optimizer)
             stack.enter_context(callback_scope(spec.callbacks, begin, self.history))
             stack.push(self._end_record)  # before the callbacks' on_fit_end
             yield
 
-    def _begin_record(self, optimizer: Optimizer) -> None:
+    def _begin_record(self, begin: FitBegin, optimizer: Optimizer) -> None:
         run = RunRecord(
+            name=begin.name,
+            id=begin.run,
             began=time.time(),
             options=self._spec.described(self._model, optimizer),
             versions=versions(),
         )
+        logger.info("run %s (%s): %s", run.name, run.id, run.options["model"])
         for replica, worker in self._backend.workers.items():
             run.join(replica, worker)
         self.history.run, self.history.timeline = run, Timeline(run.began)
@@ -331,7 +338,7 @@ class FitRun:
         ]
         return ReplicaSpec(
             **{**vars(spec), "callbacks": callbacks, "metrics": None},
-            run=secrets.randbits(63),
+            run=secrets.randbits(RUN_BITS),
             model=self._model,
             start=None if resume is not None else state.start(spec.scheduling),
             epochs_before=state.epochs,
@@ -477,8 +484,7 @@ class FitRun:
 
     def _following(self) -> tuple[ReplicaSpec, str]:
         """Specify the run after the loss of all replicas, and name what it resumes."""
-        run, secret = secrets.randbits(63), secrets.randbits(63)
-        sent = replace(self._run_spec, run=run, secret=secret)
+        sent = replace(self._run_spec, secret=secrets.randbits(63))
         callbacks = self._spec.callbacks
         checkpoint = None if sent.checkpoints is None else sent.checkpoints.newest()
         if checkpoint is not None:

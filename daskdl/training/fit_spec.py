@@ -286,6 +286,7 @@ def _called(function: Callable[[], Any]) -> Any:
     return function()
 
 
+LONGEST_NAME = 200  # of a fit, characters
 SEED_BELOW = 2**63  # seed + replica number must fit torch's 64 bits
 
 
@@ -300,6 +301,7 @@ class FitSpec:
         scheduling: Options of the learning rate schedule.
         metrics: Metrics of the validation data beside loss and accuracy, or None.
         read: Options for reading the data.
+        name: Name of the fit; None: not chosen yet.
     """
 
     objective: Objective
@@ -320,6 +322,7 @@ class FitSpec:
     drop_last: bool = False
     prefetch: int = 2
     approach: Approach = "direct"
+    name: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.master, TrainingMaster):
@@ -354,10 +357,20 @@ class FitSpec:
                 f"max_loss_rise must be a number > 0 or None, got {rise!r}"
             )
         check_whole("epochs", self.epochs, 1)
-        for name in ("shuffle", "drop_last"):
-            check_flag(name, getattr(self, name))
+        for flag in ("shuffle", "drop_last"):
+            check_flag(flag, getattr(self, flag))
         check_whole("prefetch", self.prefetch, 0)
         check_choice("approach", self.approach, ("direct", "export"))
+        name = self.name
+        if name is not None and not (
+            isinstance(name, str)
+            and name.isprintable()
+            and 0 < len(name.strip()) <= len(name) <= LONGEST_NAME
+        ):
+            raise OptionError(
+                f"name must be one line of 1 to {LONGEST_NAME} characters, got "
+                f"{name!r:.300}"
+            )
 
     def weighted(self) -> Self:
         """Return the same for data whose rows have weights, see `WeightedLoss`."""
@@ -376,7 +389,8 @@ class FitSpec:
         """Describe the options for readers, by name, without credentials."""
         usual = {n: v for n, v in optimizer.defaults.items() if v not in (None, False)}
         size = sum(parameter.numel() for parameter in trainable(model))
-        options = {field.name: getattr(self, field.name) for field in fields(FitSpec)}
+        options = {f.name: getattr(self, f.name) for f in fields(FitSpec)}
+        del options["name"]  # of the fit; the others may be those of many fits
         options |= vars(options.pop("stepping"))
         options["scheduler"] = options.pop("scheduling").make
         read = options.pop("read")
@@ -488,7 +502,7 @@ class ReplicaSpec(FitSpec):
     nor collate function.
 
     Attributes:
-        run: Identity of the run.
+        run: Id of the run, see `RunSpec`.
         model: The initial model, on the CPU.
         epochs_before: Epochs of earlier fits of the same trainer.
         evaluating: Paths of the submodules that stay in evaluation mode.

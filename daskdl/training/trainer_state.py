@@ -574,6 +574,8 @@ _RUN = {
     "versions": Mapping[str, str],
     "replicas": Mapping[int, Mapping[str, Any]],
     "error": str,
+    "name": str,
+    "id": str,
 }
 
 

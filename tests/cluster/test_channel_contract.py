@@ -64,7 +64,7 @@ class TestJoining:
     async def test_a_replica_has_one_channel(self, a_run):
         async with a_run() as run:
             with pytest.raises(
-                ChannelError, match="replica 1 of run 7 is already open"
+                ChannelError, match="replica 1 of run 00000007 is already open"
             ):
                 run.open_channel(1)
 

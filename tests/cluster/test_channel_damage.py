@@ -24,6 +24,7 @@ from tests.support.channels import (
     item_of,
     lease,
     publish,
+    settings,
     token_of,
     totals,
     workers,
@@ -230,6 +231,27 @@ async def test_a_client_without_the_secret_of_a_run_is_refused(c, s, a, b):
         assert run.record.refused == len(OF_CLIENTS) * len(FOREIGN)
         assert (run.record.stopped, [*run.live.state.members.gone]) == (None, [])
         await check_unharmed(run)
+
+
+@workers(2)
+async def test_a_replica_from_before_the_run_opened_again_hears_that_it_is_gone(
+    c, s, a, b
+):
+    async with a_run(c, s, a) as run:
+        former = run.channels[0]
+        await run.shut()
+        await in_thread(former.leave)
+        run.spec, plan = settings({1: b.address}, secret=SPEC.secret + 1)
+        plan = dataclasses.replace(plan, secret=run.spec.secret)
+
+        await run.ask("daskdl_open", spec=vars(plan), client=c.id)
+
+        for operation, fields in GOOD.items():
+            request = getattr(c.scheduler, f"daskdl_{operation}")
+            answer = await request(run=RUN, secret=SPEC.secret, **fields)
+            assert answer["status"] == "unknown", operation
+            assert answer["reason"] == f"run {RUN:08x} has lost this replica"
+        assert (run.record.refused, run.record.stopped) == (0, None)
 
 
 @workers(2)

@@ -90,7 +90,8 @@ def test_a_run_that_hangs_is_explained(client):
     worker, _ = addresses(client)
     sharing = daskdl.GradientSharing(max_staleness=2, exchange_every=1)
     fitted = trainer(client, model=Stuck(worker), optimizer=sgd, master=sharing)
-    fit = threading.Thread(target=fitted.fit, args=(X, Y), kwargs={"epochs": 3})
+    options = {"epochs": 3, "name": "deep"}
+    fit = threading.Thread(target=fitted.fit, args=(X, Y), kwargs=options)
     lines = []
 
     def look():
@@ -108,7 +109,9 @@ def test_a_run_that_hangs_is_explained(client):
         fit.join()
 
     run, first, second, why = lines
-    assert re.fullmatch(r"run \w+: epoch 1, \d+ of its rows left, 2 replicas", run)
+    assert re.fullmatch(
+        r"run deep \([0-9a-f]{8}\): epoch 1, \d+ of its rows left, 2 replicas", run
+    )
     stuck, waiting = sorted([first, second], key=lambda line: worker not in line)
     number = re.match(r"  replica (\d)", stuck)[1]
     here = re.escape(__file__)

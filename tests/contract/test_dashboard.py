@@ -13,7 +13,6 @@ from daskdl.channel.dashboard import (
     MOST_OVER,
     MOST_REPORTS,
     Dashboard,
-    RunView,
     curves_of,
     heading,
     metrics,
@@ -38,15 +37,16 @@ ROW = {
 }
 
 
-def run_of(replicas=2, joined=100.0, rows=(500, 500), **more):
+def run_of(replicas=2, joined=100.0, rows=(500, 500), board=None, **more):
     """A run whose replicas have all joined, and its record; both began at 100 s."""
     sizes = {"train": PartitionSizes(rows, ("",) * len(rows), 1, 1)}
     spec = plan_of(replicas, **{"epochs": 4, "title": "Net", **more})
     spec = dataclasses.replace(spec, sizes=sizes)
     state = RunState(spec, 100.0)
-    for replica in range(replicas):
+    for replica in spec.replicas:
         state.join(replica, joined, Outbox(math.inf))
-    return state, RunView(spec, state.members, 100.0)
+    board = Dashboard() if board is None else board
+    return state, board.open(spec, state.members, 100.0)
 
 
 def live(epoch, step, loss_sum=0.0, examples=0, at_s=0.0, **more):
@@ -211,7 +211,8 @@ class TestReplicas:
         assert replica not in run.listed
 
     def test_titles_are_text(self):
-        assert "<h2>&lt;b&gt;</h2>" in heading(run_of(title="<b>")[1], 101.0)
+        shown = heading(run_of(name="<b>", title="<i>")[1], 101.0)
+        assert "<h2>&lt;b&gt;</h2><p>&lt;i&gt;" in shown
 
 
 def test_a_record_is_bounded():
@@ -243,8 +244,8 @@ class TestTheEnd:
 
     def test_a_run_that_is_over_stays_for_an_hour_and_then_goes(self, world, loop):
         board, seen = Dashboard(), []
-        board.open(run_of(run=7)[1])
-        board.open(run_of(run=8)[1])
+        run_of(run=7, board=board)
+        run_of(run=8, board=board)
 
         board.end(7, "the run was closed", loop)
 
@@ -267,28 +268,43 @@ class TestTheEnd:
     def test_few_runs_that_are_over_stay(self, loop):
         board = Dashboard()
         for run in range(MOST_OVER + 3):
-            board.open(run_of(run=run)[1])
+            run_of(run=run, board=board)
             board.end(run, "over", loop)
 
         assert list(board.runs) == list(range(3, MOST_OVER + 3))
 
-    def test_a_run_of_the_same_number_is_another_one(self, world, loop):
+    def test_a_run_that_opens_again_goes_on_in_its_section(self, world, loop):
         board, seen = Dashboard(), []
-        board.open(run_of(run=7)[1])
-        board.end(7, "over", loop)
+        state, run = run_of(board=board)
+        run_of(run=8, board=board)
+        for epoch in range(3):
+            run.report(0, live(epoch, 1 + epoch, examples=500 * epoch), 101.0 + epoch)
+            run.add_row({**ROW, "epoch": epoch})
+        state.lose(0, "it was killed", 104.0)
+        state.lose(1, "it was killed", 104.0)
+        board.end(run.run, "no replica is left", loop)
 
-        board.open(run_of(run=7)[1])
+        _, again = run_of({2: "tcp://late"}, board=board, first_epoch=1)
 
+        assert again is run
+        assert [*board.runs] == [8, run.run]  # the newest is last
+        assert (run.over, run.epoch, run.row["epoch"]) == (None, 1, 0)
+        assert list(run.present) == [2]
+        assert list(run.listed) == [2, 0, 1]
+        assert "at 4.0 s lost: it was killed" in replica_table(run)
+        run.report(2, live(1, 2), 110.0)
+        run.report(2, live(1, 3, examples=600), 116.0)
+        assert line_of(run, "Loss by step", "replica 0")[0] == [2.0, 3.0]
+        assert run.left_s(116.0) == pytest.approx(2400 / (600 / 6))
         loop.call_later(KEPT_S + 1, lambda: seen.append(list(board.runs)))
         world.run(lambda: seen, KEPT_S + 2)
-        assert seen == [[7]]
+        assert seen == [[8, run.run]]
 
 
 def test_metrics_have_a_sample_of_each_replica_and_run():
     pytest.importorskip("prometheus_client")
     board = Dashboard()
-    state, run = run_of(run=0xAB)
-    board.open(run)
+    state, run = run_of(run=0xAB, board=board)
     run.report(0, live(0, 5, 8.0, 16, density=0.5, sent_bytes=70), 101.0)
     run.report(1, live(0, 5, 8.0, 4), 101.0)
     state.lose(1, "it was cut off", 102.0)
@@ -299,18 +315,18 @@ def test_metrics_have_a_sample_of_each_replica_and_run():
             (sample.name, *sample.labels.values()): sample.value
             for family in metrics().collect()
             for sample in family.samples
-            if sample.labels.get("run") == "ab"
+            if sample.labels.get("run") == "000000ab"
         }
     finally:
         metrics().dashboards.discard(board)
 
-    assert samples["dask_daskdl_examples_total", "ab", "0"] == 16
-    assert samples["dask_daskdl_examples_total", "ab", "1"] == 4
-    assert samples["dask_daskdl_loss", "ab", "0"] == 0.5
-    assert samples["dask_daskdl_density", "ab", "0"] == 0.5
-    assert samples["dask_daskdl_sent_bytes_total", "ab", "0"] == 70
-    assert samples["dask_daskdl_replicas", "ab"] == 1
-    assert samples["dask_daskdl_replicas_failed", "ab"] == 1
-    assert samples["dask_daskdl_score", "ab", "val_loss"] == 0.25
-    assert ("dask_daskdl_score", "ab", "val_accuracy") not in samples
-    assert ("dask_daskdl_loss", "ab", "1") not in samples  # it has gone
+    assert samples["dask_daskdl_examples_total", "000000ab", "0"] == 16
+    assert samples["dask_daskdl_examples_total", "000000ab", "1"] == 4
+    assert samples["dask_daskdl_loss", "000000ab", "0"] == 0.5
+    assert samples["dask_daskdl_density", "000000ab", "0"] == 0.5
+    assert samples["dask_daskdl_sent_bytes_total", "000000ab", "0"] == 70
+    assert samples["dask_daskdl_replicas", "000000ab"] == 1
+    assert samples["dask_daskdl_replicas_failed", "000000ab"] == 1
+    assert samples["dask_daskdl_score", "000000ab", "val_loss"] == 0.25
+    assert ("dask_daskdl_score", "000000ab", "val_accuracy") not in samples
+    assert ("dask_daskdl_loss", "000000ab", "1") not in samples  # it has gone

@@ -139,6 +139,8 @@ FIT = cases([
     ("drop_last", 1, "drop_last must be True or False"),
     ("prefetch", Each((-1, 0.5, True)), "prefetch must be a whole number >= 0"),
     ("approach", Each(("copy", True)), "approach must be 'direct' or 'export'"),
+    ("name", Each(("", "  ", "two\nlines", 3, "x" * 201)),
+     "name must be one line of 1 to 200 characters"),
 ])  # fmt: skip
 
 

@@ -77,7 +77,7 @@ class TestHooks:
         fitted = trainer(False, master=TWO, callbacks=[told])
         fitted.fit(X, Y, epochs=2, batch_size=16)
 
-        history = fitted.fit(X, Y, epochs=3, batch_size=16)
+        history = fitted.fit(X, Y, epochs=3, batch_size=16, name="deep")
 
         first, second = told.fits
         assert (first.epochs, first.epochs_before) == (2, 0)
@@ -88,6 +88,8 @@ class TestHooks:
             "batch_size": 16,
             "examples": 480,
             "parameters": sum(p.numel() for p in fitted.model_.parameters()),
+            "name": "deep",
+            "run": history.run.id,
         }
         assert told.rows[2:] == list(history)
         assert [end.error for end in told.ends] == [None, None]
@@ -250,7 +252,7 @@ def test_tensorboard_gets_epochs_and_steps_of_several_fits(tmp_path):
     fitted.telemetry_every = 1
 
     first = fitted.fit(X, Y, epochs=2, validation=rows(seed=5))
-    second = fitted.fit(X, Y, epochs=1)
+    second = fitted.fit(X, Y, epochs=1, name="resnet-lr3")
 
     seen = accumulator.EventAccumulator(str(tmp_path))
     seen.Reload()
@@ -269,11 +271,10 @@ def test_tensorboard_gets_epochs_and_steps_of_several_fits(tmp_path):
         events = seen.Scalars(f"steps/loss/replica {replica}")
         assert [event.value for event in events] == [*np.float32(steps)]
         assert len({event.step for event in events}) == len(events)
-    (text, *_) = seen.Tensors("options/text_summary")
-    assert (
-        b"Linear" in text.tensor_proto.string_val[0]
-        or b"Sequential" in (text.tensor_proto.string_val[0])
-    )
+    _, text = seen.Tensors("options/text_summary")
+    (options,) = text.tensor_proto.string_val
+    assert f"name: resnet-lr3\n    run: {second.run.id}\n".encode() in options
+    assert b"model: Sequential, " in options
 
 
 @pytest.mark.parametrize("shown", [True, False])

@@ -1,6 +1,8 @@
 """The record of a fit on threads: its timeline, replicas, options, and report."""
 
 import json
+import re
+import time
 
 import pytest
 
@@ -116,6 +118,30 @@ def test_a_failed_fit_has_a_report_with_its_error(tmp_path):
     assert "no <more>" in page.tables["Replicas"][2][4]
     assert interrupted.history_.timeline.seconds()["compute"] > 0
     assert interrupted.history_.run.seconds > 0
+
+
+class Begun(Callback):
+    """On the client: keeps what it hears at the beginning."""
+
+    def on_fit_begin(self, fit):
+        self.fit = fit
+
+
+def test_a_fit_has_the_name_that_its_user_gave_it_or_one_of_model_and_time(tmp_path):
+    begun = Begun()
+    fitted = trainer(False, callbacks=[begun])
+
+    unnamed = fitted.fit(X, Y).run
+    named = fitted.fit(X, Y, name="resnet <3>")
+
+    year = time.strftime("%Y")
+    assert re.fullmatch(rf"Sequential {year}-\d\d-\d\d \d\d:\d\d:\d\d", unnamed.name)
+    assert named.run.name == begun.fit.name == "resnet <3>"
+    assert named.run.id == begun.fit.run != unnamed.id
+    assert re.fullmatch("[0-9a-f]{8}", unnamed.id)
+    page = page_of(named, tmp_path)
+    assert page.text[""].count("daskdl: resnet <3>") == 2  # title and heading
+    assert dict(page.tables["Summary"])["run"] == named.run.id
 
 
 class Writes(Callback):

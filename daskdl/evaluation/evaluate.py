@@ -1,8 +1,9 @@
 """Loss, accuracy and metrics of a model on data, on a cluster or in this process.
 
-Parts are scored separately. Sums, counts and metric states are merged, never means, so
-the result does not depend on the partitioning. Loss and accuracy are computed here
-without torchmetrics, because replicas validate with them and do not load it.
+Parts are scored separately, and their sums, counts and metric states are merged. Means
+are never merged, so the result does not depend on the partitioning. This module
+computes loss and accuracy without torchmetrics, because replicas validate with them and
+do not load torchmetrics.
 """
 
 import contextlib
@@ -57,7 +58,11 @@ from daskdl.serialization import Packed, PackedModel
 from daskdl.util import client_or_process
 
 if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib, about 90 MB
-    from daskdl.evaluation.metric_state import MetricSpec, PartStates
+    from daskdl.evaluation.metric_state import (
+        MetricAccumulator,
+        MetricSpec,
+        PartStates,
+    )
     from daskdl.evaluation.presets import MetricSet
 
 T = TypeVar("T")
@@ -84,20 +89,21 @@ def evaluate(
         model: Any module, in training or evaluation mode; not changed.
         X: Inputs, or inputs and labels, of any type that :meth:`Trainer.fit` takes.
         y: Labels, or None if `X` includes them.
-        loss: ``loss(model(x), labels)``, which also determines the meaning of outputs.
-            None: no loss is measured, and the meaning of the outputs is inferred from
-            the first batch.
+        loss: ``loss(model(x), labels)``, which also determines how outputs are
+            interpreted, for example as logits or as probabilities. None: no loss is
+            measured, and the first batch determines the interpretation.
         metrics: See :meth:`Trainer.evaluate`.
         sample_weight: See :meth:`Trainer.evaluate`.
-        client: A synchronous `distributed.Client`; None: the default client, else a
-            temporary `LocalCluster`; False: this process.
-        batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
+        client: A synchronous `distributed.Client`. None: the default client, or a
+            temporary `LocalCluster` if there is none. False: this process.
+        batch_size: Rows per forward pass, >= 1. None: the batch size of a `DataLoader`,
+            or 64.
         transform: Applied to each batch, see :class:`Trainer`.
-        label: Column, or key, of `X` that has the labels, see :meth:`Trainer.fit`.
-        on_bad_batch: Treatment of unreadable parts, see :meth:`Trainer.fit`.
+        label: Column or key of `X` that contains the labels, see :meth:`Trainer.fit`.
+        on_bad_batch: What happens to unreadable parts, see :meth:`Trainer.fit`.
 
     Returns:
-        A dict of all metrics over all rows, which prints as a report.
+        A dict of the values over all rows, by name, which prints as a report.
 
     Raises:
         DataError: If the data cannot be used.
@@ -141,8 +147,8 @@ def evaluate_model(
     if sample_weight is not None:
         if metrics is not None:
             raise OptionError(
-                "sample_weight weights only loss and accuracy, and metrics were given; "
-                "evaluate without metrics, or without weights"
+                "sample_weight applies only to loss and accuracy, so it cannot be "
+                "combined with metrics=; evaluate without metrics, or without weights"
             )
         objective = objective and checks.WeightedLoss(objective)
         y, read = Weighted(y, sample_weight), read.weighted()
@@ -163,33 +169,33 @@ def evaluate_model(
             packed.unpack(), source.first_rows, read.transform, objective
         )
         check_log_names(run.logs)
-        output, labels_seen = scored(run.output), run.y
+        output, first_labels = scored(run.output), run.y
         specs: tuple[MetricSpec, ...] = ()
         if sets:
             from daskdl.evaluation.metric_state import metric_specs
 
             specs = metric_specs(
-                sets, objective, output, labels_seen, source.classes or classes
+                sets, objective, output, first_labels, source.classes or classes
             )
-        elif objective is None and not checks.is_classification(output, labels_seen):
+        elif objective is None and not checks.is_classification(output, first_labels):
             raise OptionError(
-                "there is nothing to measure without loss and metrics, because labels "
-                "are not class indices; pass loss=, metrics=, or both"
+                "without loss and metrics there is nothing to measure, because the "
+                "labels are not class indices; pass loss=, metrics=, or both"
             )
         masked = run.classes is None and any(spec.metrics.masks_nan for spec in specs)
-        labels = None if masked else run.labels
-        if labels is not None:
-            labels.check_source(source)
-        named = "loss" if labelled else "step"
+        label_check = None if masked else run.labels
+        if label_check is not None:
+            label_check.check_source(source)
+        argument = "loss" if labelled else "step"
         scorer = PartScorer(
             packed,
-            None if objective is None else Packed(objective, named),
+            None if objective is None else Packed(objective, argument),
             read.batch_size,
             read.transform,
-            labels,
+            label_check,
             read.skips,
             batching.row_spec(run.rows),
-            has_accuracy(objective, output, labels_seen),
+            not specs and has_accuracy(objective, output, first_labels),
             Packed(specs, "metrics") if specs else None,
         )
         mergers = [spec.merger() for spec in specs]
@@ -199,20 +205,21 @@ def evaluate_model(
             for merger, part_states in zip(mergers, states, strict=True):
                 merger.add_(part, part_states)
     warn_of_unscored(read, [part for part in scores if not scores[part].examples])
-    # In order of the parts, so that the sum does not depend on their arrival.
+    # Added in the order of the parts, so that rounding errors are reproducible.
     values = sum((scores[part] for part in sorted(scores)), Score()).metrics()
     if objective is None:
         del values["loss"]
-    return Evaluation(
-        values, [s.section(m) for s, m in zip(specs, mergers, strict=True)]
-    )
+    sections = [
+        spec.section(merger) for spec, merger in zip(specs, mergers, strict=True)
+    ]
+    return Evaluation(values, sections)
 
 
 def metrics_for(objective: Objective | None, metrics: Any) -> "Sequence[MetricSet]":
-    """Return the sets of metrics for an objective; refuse metrics beside a step."""
+    """Return the metric sets for an objective; raise an OptionError for a step."""
     if type(objective) is OwnStep:
         raise OptionError(
-            "metrics need the outputs of the model, which a step does not return; log "
+            "metrics need the model's outputs, which a step does not return; log "
             "numbers in the step, or measure model(x) with "
             "daskdl.evaluate(trainer.model_, ..., metrics=...)"
         )
@@ -226,31 +233,31 @@ def map_split(
     function: Callable[[Source, int], T],
     client: Client | Literal[False],
 ) -> Iterator[tuple[int, T]]:
-    """Call a function for each part; streams are split among the workers."""
+    """Call a function with each part, after splitting streams among the workers."""
     if client is not False:
         source = source.divided(len(workers_of(client)))
     return map_parts(source, function, client, send=True)
 
 
 def warn_of_unscored(read: ReadOptions, parts: Sequence[int]) -> None:
-    """Log the parts without rows to score; the workers' logs have the reasons."""
+    """Warn of parts without readable rows; the workers' logs contain the reasons."""
     if read.skips and parts:
         logger.warning("%s parts had no rows to score: %s", len(parts), sorted(parts))
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores parts with a model and an objective, in any process; picklable."""
+    """Picklable: scores parts with a model and an objective, in any process."""
 
     model: PackedModel
     objective: Packed[Objective] | None  # None: the loss is 0
     batch_size: int
     transform: Transform | None
-    labels: LabelCheck | None  # None: labels are not checked
-    skips: bool  # leave out parts that cannot be read
+    label_check: LabelCheck | None  # None: labels are not checked
+    skips: bool  # whether unreadable data are left out
 
     def unpacked(self) -> tuple[nn.Module, Any, torch.device]:
-        """Return the module of this thread, the objective, and their device."""
+        """Return this thread's module, the objective, and the device of both."""
         device = batching.auto_device()
         module = self.model.module(lambda copy: copy.eval().to(device))
         if self.objective is None:
@@ -260,9 +267,8 @@ class Scorer:
 
 
 def without_gradients(objective: Objective | None) -> Any:
-    """Return a context without gradients; a step may enable them, such as for x."""
-    with_step = isinstance(objective, OwnStep)
-    return torch.no_grad() if with_step else torch.inference_mode()
+    """Return a context without gradients, which a step may enable again."""
+    return torch.no_grad() if isinstance(objective, OwnStep) else torch.inference_mode()
 
 
 @dataclass(frozen=True)
@@ -270,53 +276,53 @@ class PartScorer(Scorer):
     """Scores a part by loss, accuracy and metrics."""
 
     row_spec: RowSpec  # of the rows of the dry run
-    accuracy: bool  # whether to count right labels
+    accuracy: bool  # whether to count correct predictions
     specs: "Packed[tuple[MetricSpec, ...]] | None"
 
     def __call__(
         self, source: Source, part: int
     ) -> "tuple[Score, tuple[PartStates, ...]]":
-        """Return loss and accuracy, and the states of each set of metrics."""
+        """Return the score of a part, and the states of each set of metrics."""
         module, objective, device = self.unpacked()
-        shapes = ShapeCheck(self.row_spec, self.transform)
+        shape_check = ShapeCheck(self.row_spec, self.transform)
 
         def check(rows: Rows, name: str) -> None:
-            if self.labels is not None:
-                self.labels.check(rows[1], name)
+            if self.label_check is not None:
+                self.label_check.check(rows[1], name)
             if not isinstance(objective, OwnStep):
-                shapes.check(module, device, rows, name)
+                shape_check.check(module, device, rows, name)
 
         readable = unreadable.stream_readable(
             source, part, self.batch_size, check, self.skips
         )
-        scored_batches = batches(map(batching.all_rows, readable), self.batch_size)
+        transformed = batches(map(batching.all_rows, readable), self.batch_size)
         if self.transform is not None:
-            scored_batches = map(self.transform, scored_batches)
+            transformed = map(self.transform, transformed)
         with freed_memory_kept(), without_gradients(objective):
-            if self.specs is None:
-                score = score_batches(
-                    module, objective, scored_batches, device, accuracy=self.accuracy
-                )
-                return score, ()
-            from daskdl.evaluation.metric_state import MetricAccumulator
-
-            measuring = MetricAccumulator(self.specs.shared(), source.name(part))
+            accumulator = self._accumulator(source.name(part))
             score = score_batches(
                 module,
                 objective,
-                scored_batches,
+                transformed,
                 device,
-                measuring.add_,
-                accuracy=False,
+                None if accumulator is None else accumulator.add_,
+                accuracy=self.accuracy,
             )
-            return score, measuring.states()
+            return score, accumulator.states() if accumulator else ()
+
+    def _accumulator(self, name: str) -> "MetricAccumulator | None":
+        if self.specs is None:
+            return None
+        from daskdl.evaluation.metric_state import MetricAccumulator
+
+        return MetricAccumulator(self.specs.shared(), name)
 
 
 Sums = Mapping[str, tuple[float, int]]  # sum over rows and number of rows, by name
 
 
-def added(left: Sums, right: Sums) -> Sums:
-    """Add two sets of sums."""
+def add_sums(left: Sums, right: Sums) -> Sums:
+    """Return the sums over the rows of both."""
     sums = dict(left)
     for name, (total, rows) in right.items():
         left_total, left_rows = sums.get(name, (0.0, 0))
@@ -325,12 +331,12 @@ def added(left: Sums, right: Sums) -> Sums:
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """Return the mean over the rows, by name."""
+    """Return the means over the rows, by name."""
     return {name: total / rows for name, (total, rows) in sums.items()}
 
 
 class LogSums:
-    """Sums of what a step logs, on its device; only `take` waits for an accelerator."""
+    """Sums of a step's logs, on its device; only `take` waits for an accelerator."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Any, int]] = {}
@@ -342,22 +348,22 @@ class LogSums:
         for name, value in logs.items():
             if isinstance(value, Tensor):
                 value = value.detach().double().reshape(())
-            total, before = self._sums.get(name, (0.0, 0))
-            self._sums[name] = total + value * rows, before + rows
+            earlier_total, earlier_rows = self._sums.get(name, (0.0, 0))
+            self._sums[name] = earlier_total + value * rows, earlier_rows + rows
 
     def take(self) -> Sums:
-        """Return the sums since the last call."""
+        """Return the sums since the last call, and start again from 0."""
         sums, self._sums = self._sums, {}
         return {name: (float(total), rows) for name, (total, rows) in sums.items()}
 
 
 class Score(NamedTuple):
-    """Loss, accuracy and logs on some rows, as sums that can be added."""
+    """Loss, accuracy and logs of some rows, as sums that can be added."""
 
     loss_sum: float = 0.0
-    correct: float = 0  # correctly predicted labels, or their weight
-    labels: float = 0  # counted labels; 0 without an accuracy
-    examples: int = 0  # rows
+    correct: float = 0  # number or weight of the correctly predicted labels
+    labels: float = 0  # number or weight of the counted labels; 0: no accuracy
+    examples: int = 0  # number of rows
     # Weight of the rows in the mean loss, minus their number: negative if the loss
     # ignores labels or class weights are below 1, positive if rows have several labels.
     surplus: float = 0.0
@@ -366,10 +372,10 @@ class Score(NamedTuple):
     @override
     def __add__(self, score: "Score") -> "Score":  # type: ignore[override]
         sums = map(operator.add, self[:-1], score[:-1])
-        return Score._make([*sums, added(self.logs, score.logs)])
+        return Score._make([*sums, add_sums(self.logs, score.logs)])
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean loss, NaN if all rows are ignored, the accuracy, and logs."""
+        """Return the mean loss (NaN if all rows are ignored), accuracy, and logs."""
         if not self.examples:
             raise DataError("no examples were scored")
         weight = self.examples + self.surplus
@@ -390,12 +396,18 @@ def score_batches(
 ) -> Score:
     """Score a module on batches in evaluation mode; restore its modes afterwards.
 
-    Labels that are classes give an accuracy, unless `accuracy` is False.
+    This uses `no_grad` rather than inference mode, because a module in training must
+    not cache tensors of inference mode.
 
-    Uses `no_grad` rather than inference mode: a module that is being trained must not
-    cache tensors of inference mode.
+    Args:
+        module: On `device`.
+        loss: None: the loss is 0.
+        batches: Pairs of inputs and labels, on any device.
+        device: Where the batches are scored.
+        observe: Called with the outputs and the labels of each batch.
+        accuracy: Whether to count correct predictions, if labels are classes.
     """
-    total, sums = Score(), LogSums()
+    total, log_sums = Score(), LogSums()
     dtype = batching.floating_dtype(module)
     with _evaluating(module), torch.no_grad():
         for x, y in batches:
@@ -406,7 +418,7 @@ def score_batches(
                 loss_sum = mean.item() * rows
             elif isinstance(loss, OwnStep):
                 mean, logs = batch_loss_and_logs(loss, module, batch)
-                sums.add(logs, rows)
+                log_sums.add(logs, rows)
                 total += Score(mean.item() * rows, examples=rows)
                 continue
             else:
@@ -425,18 +437,18 @@ def score_batches(
                 right, counted = predicted
                 if isinstance(weight, Tensor):
                     weight = weight.reshape(-1, *[1] * (right.ndim - 1))
-                both = right & counted, counted
-                correct, labels = ((n * weight).sum().item() for n in both)
+                correct = (right & counted).mul(weight).sum().item()
+                labels = counted.mul(weight).sum().item()
             total += Score(loss_sum, correct, labels, rows, surplus)
-    return total._replace(logs=sums.take())
+    return total._replace(logs=log_sums.take())
 
 
 def right_labels(loss: Any, output: Tree, y: Tree) -> tuple[Tensor, Tensor] | None:
-    """Return masks of the correctly predicted and of the counted labels, if any.
+    """Return masks of the correct predictions and of the counted labels.
 
-    Labels are class indices or one-hot rows, with one score for each class. With a
-    binary loss they are 0 and 1, with one score each; other labels, which are soft, do
-    not count. A score of NaN is never correct. Returns None for all other labels.
+    Labels are class indices or one-hot rows, with a score for each class. With a binary
+    loss, labels are 0 or 1, with one score each; soft labels do not count. A prediction
+    from a NaN score is never correct. For all other labels the result is None.
     """
     loss = checks.unweighted(loss)
     output, y = aligned(loss, output, batching.labels_of(y))
@@ -459,7 +471,7 @@ def right_labels(loss: Any, output: Tree, y: Tree) -> tuple[Tensor, Tensor] | No
 
 
 def has_accuracy(loss: Any, output: Tree, y: Tree) -> bool:
-    """Whether an accuracy is defined for such labels."""
+    """Whether accuracy is defined for such labels."""
     predicted = right_labels(loss, output, y)
     if predicted is None or labels_and_scale(checks.unweighted(loss))[0] != "binary":
         return predicted is not None
@@ -469,7 +481,7 @@ def has_accuracy(loss: Any, output: Tree, y: Tree) -> bool:
 def mean_weights(loss: Objective, y: Tree, rows: int) -> list[float]:
     """Return the weight of a batch for each term of a loss, see `batch_weight`.
 
-    A loss of several outputs has a term for each output, any other loss has one term.
+    A loss of several outputs has a term for each output; any other loss has one term.
     """
     if isinstance(loss, OutputLosses):
         return [
@@ -492,23 +504,25 @@ def batch_mean(
         totals: Sum of `mean_weights` over all batches.
     """
     if not isinstance(loss, OutputLosses):
-        return _term(loss, output, y, weights[0], totals[0])
-    pairs = zip(loss.paired(output, "outputs"), loss.paired(y), strict=True)
-    weighted = zip(pairs, weights, totals, strict=True)
+        return _term_mean(loss, output, y, weights[0], totals[0])
+    terms = zip(
+        loss.paired(output, "outputs"), loss.paired(y), weights, totals, strict=True
+    )
     return loss.combined(
         [
-            _term(term, tensor, labels, weight, total)
-            for ((term, tensor), (_, labels)), weight, total in weighted
+            _term_mean(term, tensor, labels, weight, total)
+            for (term, tensor), (_, labels), weight, total in terms
         ]
     )
 
 
-def _term(loss: Any, output: Any, y: Tree, weight: float, total: float) -> Tensor:
+def _term_mean(loss: Any, output: Any, y: Tree, weight: float, total: float) -> Tensor:
+    """Return the contribution of a batch to the mean of one term of a loss."""
     if is_sum(loss):
         total_loss: Tensor = loss(output, y)
         return total_loss
     if weight:
-        return shared(loss(output, y), weight, total)
+        return share_of_mean(loss(output, y), weight, total)
     if isinstance(loss, checks.WeightedLoss):
         return loss.sums(output, y)[0] * 0
     if isinstance(loss, nn.Module):
@@ -516,21 +530,21 @@ def _term(loss: Any, output: Any, y: Tree, weight: float, total: float) -> Tenso
         summed.reduction = "sum"
     else:
         summed = functools.partial(loss, reduction="sum")
-    # May differ from 0: with label smoothing, a class of weight 0 has a loss.
+    # With label smoothing, the loss of a class of weight 0 may differ from 0.
     value: Tensor = summed(output, y)
     return value / total if total else value * 0
 
 
-def shared(mean: Tensor, weight: float, total: float) -> Tensor:
+def share_of_mean(mean: Tensor, weight: float, total: float) -> Tensor:
     """Return the contribution of a batch to the weighted mean over all batches."""
-    # Not multiplied by weight / total: equal batches give exactly mean / k.
+    # Not mean * (weight / total): k equal batches contribute exactly mean / k.
     return mean if weight == total else mean / (total / weight)
 
 
 def _loss_sum(
     loss: Loss | None, output: Tree, y: Tree, rows: int
 ) -> tuple[float, float]:
-    """Return the sum of a batch's losses, and its weight minus the number of rows."""
+    """Return the loss sum of a batch, and its weight minus its number of rows."""
     if loss is None:
         return 0.0, 0.0
     weights = mean_weights(loss, y, rows)
@@ -556,10 +570,10 @@ def loss_weight(weights: Sequence[float], rows: int) -> float:
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """Set evaluation mode; restore the mode of each submodule afterwards."""
-    modes = [(part, part.training) for part in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        for submodule, training in modes:
+            submodule.training = training

@@ -1,6 +1,7 @@
 """The loss of each example.
 
-Hides which losses are computed for a batch at once, and how keys identify examples.
+This module decides which losses are computed for a whole batch at once, and how keys
+identify examples.
 """
 
 import copy
@@ -31,7 +32,7 @@ from daskdl.evaluation.evaluate import (
     without_gradients,
 )
 from daskdl.inference.lazy import (
-    Ask,
+    Apply,
     lazy_outputs,
     partition_outputs,
     with_first_rows,
@@ -66,8 +67,8 @@ def score_examples(
         check_outlives(client)
         if read.skips:
             raise OptionError(
-                "on_bad_batch must be 'raise' for Dask's collections, because their "
-                "scores are computed later"
+                "on_bad_batch must be 'raise' for Dask collections, because their "
+                "scores are computed lazily"
             )
     checks.check_same_classes(source, classes)
     if keys is not None and keys.lazy and isinstance(source, Collections):
@@ -96,11 +97,11 @@ def score_examples(
         scores = np.concatenate([np.zeros(0), *in_order])
     if keys is not None:
         return keys.index(scores)
-    return _like(X, scores) if source.in_memory else scores
+    return _converted(scores, X) if source.in_memory else scores
 
 
-def _like(X: Any, scores: np.ndarray) -> Any:
-    """Return scores as a tensor, a pandas series or an array, like X."""
+def _converted(scores: np.ndarray, X: Any) -> Any:
+    """Return scores as a tensor, a pandas series or an array, depending on X."""
     if all(isinstance(leaf, Tensor) for leaf in batching.leaves(X)):
         return torch.from_numpy(scores)
     if hasattr(X, "iloc"):
@@ -122,35 +123,37 @@ class ExampleScorer(Scorer):
 
     def __call__(self, source: Source, part: int) -> np.ndarray:
         """Return the losses of a part, float64; NaN where a file cannot be read."""
-        return self._losses(self.rows(source, part))
+        return self._positioned_losses(self._readable(source, part))
 
-    def checked_losses(self, some: Iterable[Rows]) -> np.ndarray:
-        """Return the losses of rows after a check of their labels."""
-        return self._losses(self._checked(some))
+    def checked_losses(self, blocks: Iterable[Rows]) -> np.ndarray:
+        """Check the labels of blocks of rows, and return the losses, float64."""
+        return self._positioned_losses(self._checked(blocks))
 
-    def _losses(self, placed: Iterable[tuple[int, Rows]]) -> np.ndarray:
+    def _positioned_losses(self, blocks: Iterable[tuple[int, Rows]]) -> np.ndarray:
+        """Return the losses of blocks with their positions, with NaN in gaps."""
         losses, count = [np.zeros(0)], 0
-        for start, rows in placed:
-            scores = self.losses(rows)
-            losses += [np.full(start - count, np.nan), scores]
-            count = start + len(scores)
+        for start, rows in blocks:
+            block_losses = self._losses(rows)
+            losses += [np.full(start - count, np.nan), block_losses]
+            count = start + len(block_losses)
         return np.concatenate(losses)
 
     def _checked(
-        self, some: Iterable[Rows], name: str = ""
+        self, blocks: Iterable[Rows], name: str = ""
     ) -> Iterator[tuple[int, Rows]]:
+        """Check labels, and yield each block with the position of its first row."""
         start = 0
-        for rows in some:
+        for rows in blocks:
             self._check(rows, name)
             yield start, rows
             start += batching.length(rows)
 
     def _check(self, rows: Rows, name: str) -> None:
-        if self.labels is not None:
-            self.labels.check(rows[1], name)
+        if self.label_check is not None:
+            self.label_check.check(rows[1], name)
 
-    def rows(self, source: Source, part: int) -> Iterator[tuple[int, Rows]]:
-        """Yield rows of a part, with checked labels, and the position of the first."""
+    def _readable(self, source: Source, part: int) -> Iterator[tuple[int, Rows]]:
+        """Yield the readable rows of a part, checked, with their positions."""
         name = source.name(part)
         try:
             yield from self._checked(source.stream(part, self.batch_size), name)
@@ -158,28 +161,31 @@ class ExampleScorer(Scorer):
             files = source.pieces(part) if self.skips else ()
             if not unreadable.is_left_out(error, name, self.skips, files):
                 raise
-            yield from self._readable(source, part, files)
+            yield from self._readable_files(source, part, files)
 
-    def _readable(
+    def _readable_files(
         self, source: Source, part: int, files: Pieces
     ) -> Iterator[tuple[int, Rows]]:
-        """Yield rows of readable files; other files count if each has one example."""
-        good = dict(
+        """Yield the rows of readable files, with their positions.
+
+        If each file is one example, unreadable files have a position too.
+        """
+        usable = dict(
             unreadable.consistent_pieces(
                 unreadable.load_each(files, skips=True), self._check
             )
         )
         one_each = source.lengths is not None and source.lengths[part] == len(files)
-        one_each &= all(batching.length(rows) == 1 for rows in good.values())
+        one_each &= all(batching.length(rows) == 1 for rows in usable.values())
         start = 0
         for name, _ in files:
-            if name in good:
-                yield start, good[name]
-                start += batching.length(good[name])
+            if name in usable:
+                yield start, usable[name]
+                start += batching.length(usable[name])
             elif one_each:
                 start += 1
 
-    def losses(self, rows: Rows) -> np.ndarray:
+    def _losses(self, rows: Rows) -> np.ndarray:
         """Return the loss of each row, in order, float64."""
         module, objective, device = self.unpacked()
         dtype = batching.floating_dtype(module)
@@ -190,22 +196,22 @@ class ExampleScorer(Scorer):
                 transformed = self.transform(batch)
                 check_rows_kept(transformed, batching.length(batch))
             x, y = transformed
-            transformed = batching.to_device(x, y, device, dtype)
+            on_device = batching.to_device(x, y, device, dtype)
             with without_gradients(objective):
-                each = example_losses(
-                    module, objective, transformed, by_rows=self.by_rows
+                batch_losses = example_losses(
+                    module, objective, on_device, by_rows=self.by_rows
                 )
-            losses.append(each.numpy() + self.penalty)
+            losses.append(batch_losses.numpy() + self.penalty)
         return np.concatenate(losses)
 
 
 def check_rows_kept(transformed: Batch, rows: int) -> None:
-    """Refuse the result of a transform that changes the number of rows."""
+    """Raise a ModelError if a transform has changed the number of rows."""
     for leaf in batching.leaves_by_name(transformed).values():
         if tuple(leaf.shape[:1]) != (rows,):
             raise ModelError(
-                "transform must return as many rows as it gets, so that each row has "
-                f"a score, got the shape {tuple(leaf.shape)} for {rows} rows"
+                "transform must return as many rows as it receives, because each row "
+                f"has a score, got the shape {tuple(leaf.shape)} for {rows} rows"
             )
 
 
@@ -235,8 +241,8 @@ def _scorer(
                 example_losses(module, loss.unpack(), run.batch, by_rows=by_rows)
         except unreadable.USER_ERRORS as error:
             raise ModelError(
-                f"{kind} failed on a batch with a single row, and each example is "
-                f"scored as such a batch: {error}"
+                f"{kind} failed on a batch of one row, but each example is scored as "
+                f"such a batch: {error}"
             ) from error
     return ExampleScorer(
         packed,
@@ -251,7 +257,12 @@ def _scorer(
 
 
 def has_rows(module: nn.Module, x: Tree) -> bool:
-    """Whether outputs have a row per input row; tries two and three rows."""
+    """Whether the output has one row per input row, tried with two and three rows.
+
+    Args:
+        module: Called twice.
+        x: Inputs of two rows.
+    """
 
     def fits(output: Any, rows: int) -> bool:
         if isinstance(output, tuple | dict):
@@ -261,18 +272,18 @@ def has_rows(module: nn.Module, x: Tree) -> bool:
             return plain and bool(inner) and all(fits(leaf, rows) for leaf in inner)
         return isinstance(output, Tensor) and output.ndim > 0 and len(output) == rows
 
-    three = batching.rows(x, [0, 1, 0])
+    three_rows = batching.rows(x, [0, 1, 0])
     outputs = [
-        scored(call(module, batching.tree_map(torch.clone, rows)))
-        for rows in (x, three)
+        scored(call(module, batching.tree_map(torch.clone, inputs)))
+        for inputs in (x, three_rows)
     ]
     return all(map(fits, outputs, (2, 3)))
 
 
 # Losses of torch and Keras that are means over rows; subclasses may not be.
-_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, CrossEntropyOfProbabilities)
-_OF_ROWS = (
-    *_OF_CLASSES,
+_CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, CrossEntropyOfProbabilities)
+_ROW_LOSSES = (
+    *_CLASS_LOSSES,
     nn.BCELoss,
     nn.BCEWithLogitsLoss,
     nn.HingeEmbeddingLoss,
@@ -293,45 +304,44 @@ def example_losses(
     module: nn.Module, objective: Objective, batch: Batch, *, by_rows: bool
 ) -> Tensor:
     """Return the loss of each example as a batch of one, float64 on the CPU."""
-    cuts = [slice(i, i + 1) for i in range(batching.length(batch))]
+    rows = [slice(i, i + 1) for i in range(batching.length(batch))]
     if isinstance(objective, OwnStep) or not by_rows:
-        examples = (batching.rows(batch, cut) for cut in cuts)
-        each = [batch_loss(objective, module, example) for example in examples]
+        examples = (batching.rows(batch, row) for row in rows)
+        losses = [batch_loss(objective, module, example) for example in examples]
     else:
         x, y = batch
         output = scored(call(module, x))
-        losses = _losses_at_once(objective, output, y)
-        if losses is not None:
-            return losses.double().cpu()
-        each = [
-            objective(batching.rows(output, cut), batching.rows(y, cut)) for cut in cuts
+        vectorized = _vectorized_losses(objective, output, y)
+        if vectorized is not None:
+            return vectorized.double().cpu()
+        losses = [
+            objective(batching.rows(output, row), batching.rows(y, row)) for row in rows
         ]
-    losses = torch.stack([loss.detach().reshape(()) for loss in each])
-    return losses.double().cpu()
+    return torch.stack([loss.detach().reshape(()) for loss in losses]).double().cpu()
 
 
-def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
+def _vectorized_losses(loss: Any, output: Any, y: Any) -> Tensor | None:
     """Return the losses of all rows, or None if rows may depend on each other."""
-    if type(loss) not in _OF_ROWS or not (
+    if type(loss) not in _ROW_LOSSES or not (
         isinstance(output, Tensor) and isinstance(y, Tensor)
     ):
         return None
     classes = checks.is_classification(output, y)
     if not classes and (
         output.shape != y.shape
-        # A weight with an axis of rows.
+        # A weight may have an axis of rows.
         or any(b.numel() > 1 and b.ndim >= output.ndim for b in loss.buffers())
     ):
         return None
-    single = copy.copy(loss)  # threads share the loss
-    single.reduction = "none"
-    values: Tensor = single(output, y)
-    if not values.ndim:  # the loss has interpreted rows as classes
+    unreduced = copy.copy(loss)  # threads share the loss
+    unreduced.reduction = "none"
+    values: Tensor = unreduced(output, y)
+    if not values.ndim:  # the loss interpreted the axis of rows as classes
         return None
     values = values.reshape(len(values), -1)
-    if loss.reduction != "mean":  # "sum", and "batchmean" of a single row
+    if loss.reduction != "mean":  # "sum", or "batchmean", which divides by one row
         return values.sum(1)
-    if not classes or type(loss) not in _OF_CLASSES:
+    if not classes or type(loss) not in _CLASS_LOSSES:
         return values.mean(1)
     counted: Tensor = y != loss.ignore_index
     weights = counted.to(values.dtype)
@@ -356,7 +366,7 @@ _ADD_TO_GRADIENT = (
 
 
 def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
-    """Return the penalty of weight decay and regularizers, which every loss includes.
+    """Return the penalty of weight decay and regularizers.
 
     Weight decay adds ``0.5 * weight_decay * sum of squares`` for each parameter group.
     """
@@ -381,7 +391,7 @@ def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
             )
         squares = [p.detach().double().square().sum().item() for p in group["params"]]
         total += 0.5 * decay * sum(squares)
-    fresh = copied(model)  # without activity penalties of former rows
+    fresh = copied(model)  # without activity penalties of earlier rows
     if isinstance(fresh, Penalized):
         with torch.no_grad():
             penalty = fresh.penalty()
@@ -397,24 +407,24 @@ class Keys:
     """One key for each example."""
 
     values: Any  # a list in order, or a Dask collection partitioned like the data
-    name: str | None = None  # of the table column that has the keys
+    name: str | None = None  # of the table column that contains the keys
 
     def check(self, source: Source) -> None:
-        """Refuse keys in memory if the data have no order, or another length."""
-        if not isinstance(self.values, list):
+        """Check that data for keys in memory have an order and the same length."""
+        if self.lazy:
             return
         if source.sequential:
             raise OptionError(
-                "key must be None for sequential data, because their rows arrive from "
-                "several shards at a time, in no order"
+                "key must be None for sequential data, because the rows of several "
+                "shards arrive interleaved, in no fixed order"
             )
         rows = sources.rows_in(source)
         if rows is not None:
             self.check_count(rows)
 
     def check_count(self, rows: float) -> None:
-        """Refuse rows that differ in number from keys in memory."""
-        if isinstance(self.values, list) and rows != len(self.values):
+        """Raise a DataError if the number of rows is not that of the keys in memory."""
+        if rows != len(self.values):
             raise DataError(
                 f"key must have one value for each row, got {len(self.values)} for "
                 f"{rows} rows"
@@ -426,15 +436,18 @@ class Keys:
         return not isinstance(self.values, list)
 
     def index(self, scores: Any) -> Any:
-        """Return scores as a series indexed by keys in memory."""
+        """Return scores as a series indexed by these keys, which are in memory."""
         _check_pandas()
         self.check_count(len(scores))
         return _series(scores, self.values, self.name)
 
     def index_lazily(
-        self, source: Collections, losses: Ask, client: Client | Literal[False]
+        self, source: Collections, losses: Apply, client: Client | Literal[False]
     ) -> Any:
-        """Return the scores of a source that has these keys beside its rows, lazily."""
+        """Return a lazy series of the scores, indexed by these keys.
+
+        The last collection of the source must be `values`.
+        """
         _check_pandas()
         import dask.dataframe
         import pandas
@@ -442,11 +455,14 @@ class Keys:
         meta = self.values._meta
         name = getattr(meta, "name", None)
         index = pandas.Index([], dtype=meta.dtype, name=name)
-        make = delayed(_series_of_part, pure=False)
+        series_of_part = delayed(_series_of_part, pure=False)
         scores = partition_outputs(source, losses, client)
-        parts = zip(scores, source.partitions.delayed(client), strict=True)
+        values = source.partitions.delayed(client)
         return dask.dataframe.from_delayed(
-            [make(*part, name) for part in parts],
+            [
+                series_of_part(part_scores, part_values, name)
+                for part_scores, part_values in zip(scores, values, strict=True)
+            ],
             meta=pandas.Series([], index, dtype=np.float64, name="score"),
             verify_meta=False,
         )
@@ -462,17 +478,17 @@ def _check_pandas() -> None:
 
 
 def column_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
-    """Take the column that `key` names, if it is a text, out of a table."""
+    """Take the column named by `key` out of a table; leave other keys alone."""
     if not isinstance(key, str):
         return X, None
     if not hasattr(X, "iloc") or X.ndim != 2:
         raise OptionError(
-            f"key={key!r} must name a column of a table, and X is a "
-            f"{type(X).__name__}; pass a sequence with one value for each row"
+            f"key={key!r} must be a column of a table, but X is a {type(X).__name__}; "
+            "pass a sequence with one value for each row"
         )
     if key not in X.columns:
         raise OptionError(
-            f"key={key!r} must name a column of X, which has {list(X.columns)}"
+            f"key={key!r} must be a column of X, which has {list(X.columns)}"
         )
     column = X[key] if is_dask_collection(X) else X[key].tolist()
     return X.drop(columns=[key]), Keys(column, key)
@@ -481,17 +497,20 @@ def column_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
 def keys_of(source: Source, key: Any, kind: str) -> Keys | None:
     """Return the keys in a sequence or a ``dask.array``; None if there are none.
 
-    `kind` is the type of the user's data, for messages.
+    Args:
+        source: The data without keys.
+        key: The argument of `score_examples`.
+        kind: Type of X, for messages.
     """
     if isinstance(key, bool) and not source.keyable:
         raise OptionError(
-            f"key={key} says whether a bag, or a list of Delayed objects and futures, "
-            f"has pairs (key, example), and X is a {kind}"
+            f"key={key} applies only to a bag, or a list of Delayed objects and "
+            f"futures; X is a {kind}"
         )
     if key is None or isinstance(key, bool):
         return None
     if is_dask_collection(key) and hasattr(key, "chunks"):
-        return Keys(_cut_alike(source, key, kind))
+        return Keys(_rechunked_like(source, key, kind))
     if source.lazy:
         raise OptionError(
             "key must be lazy if X is lazy: the name of a column, a one-dimensional "
@@ -502,19 +521,19 @@ def keys_of(source: Source, key: Any, kind: str) -> Keys | None:
         key = as_numpy(key)
     if np.ndim(key) != 1 and not isinstance(key, list | tuple):
         raise OptionError(
-            "key must be the name of a column, or have one value for each row along "
-            f"one axis, got a {type(key).__name__}"
+            "key must be the name of a column, or a one-dimensional sequence with one "
+            f"value for each row, got a {type(key).__name__}"
         )
     return Keys(key.tolist() if hasattr(key, "tolist") else list(key))
 
 
-def _cut_alike(source: Source, key: Any, kind: str) -> Any:
+def _rechunked_like(source: Source, key: Any, kind: str) -> Any:
     """Rechunk a ``dask.array`` of keys like the first array of a source."""
     chunks = source.block_lengths
     if chunks is None or key.ndim != 1:
         raise OptionError(
-            "a key that is a dask.array must be one-dimensional, and X a dask.array, "
-            f"got {key.ndim} axes and X is a {kind}"
+            "a dask.array as key must be one-dimensional and needs a dask.array as X; "
+            f"the key has {key.ndim} axes, and X is a {kind}"
         )
     if not np.isnan([*chunks, *key.chunks[0]]).any():
         if sum(chunks) != len(key):
@@ -525,14 +544,14 @@ def _cut_alike(source: Source, key: Any, kind: str) -> Any:
         return key.rechunk({0: chunks}, method="tasks")
     if key.numblocks[0] != len(chunks):
         raise DataError(
-            "key must have as many blocks as X if their lengths are unknown, got "
-            f"{key.numblocks[0]} and {len(chunks)}"
+            "if block lengths are unknown, key must have as many blocks as X, got "
+            f"{key.numblocks[0]} for {len(chunks)}"
         )
     return key
 
 
 def _series_of_part(outputs: Sequence[np.ndarray], values: list[Any], name: Any) -> Any:
-    """Return the scores of a part as a series; its last value has the keys."""
+    """Return the scores of a part as a series; the last of `values` are the keys."""
     return _series(outputs[0], values[-1], name)
 
 

@@ -56,7 +56,7 @@ from daskdl.errors import (
     WaitTimeoutError,
     shown,
 )
-from daskdl.evaluation.evaluate import Sums, added
+from daskdl.evaluation.evaluate import Sums, add_sums
 from daskdl.serialization import Packed
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.optimizer_step import BatchGroup, batch_norms
@@ -538,7 +538,7 @@ class Feed:
         self._finish(self.totals, 0)  # leases without rows, or of dropped rows
         finished: list[FinishedLease] = []
         if self._trains:
-            self.totals.logs = added(self.totals.logs, self._take_logs())
+            self.totals.logs = add_sums(self.totals.logs, self._take_logs())
             logs, stop = self.totals.logs, self.totals.stop
             work = replace(self._work, logs=logs, stop=stop).to_wire()
         if work is not None:

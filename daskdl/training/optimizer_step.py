@@ -30,7 +30,7 @@ from daskdl.evaluation.evaluate import (
     batch_mean,
     loss_weight,
     mean_weights,
-    shared,
+    share_of_mean,
 )
 from daskdl.objective import (
     Batch,
@@ -547,7 +547,7 @@ class Stepper:
                     loss, logs = loss_and_logs(objective.function(self._module, (x, y)))
                     if logs:
                         self.logs.add(logs, rows)
-                    loss = shared(loss, weights[0], totals[0])
+                    loss = share_of_mean(loss, weights[0], totals[0])
                 else:
                     output = scored(call(self._module, x))
                     loss = batch_mean(objective, output, y, weights, totals)

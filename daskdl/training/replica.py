@@ -36,7 +36,7 @@ from daskdl.data.checks import (
     transformed_batch,
 )
 from daskdl.errors import ChannelError, DivergedError, shown
-from daskdl.evaluation.evaluate import Score, added, score_batches
+from daskdl.evaluation.evaluate import Score, add_sums, score_batches
 from daskdl.objective import Batch, OwnStep
 from daskdl.observe.tables import StepRow, Thinned
 from daskdl.observe.timeline import SpanLog
@@ -587,7 +587,7 @@ class Replica:
     def _sync(self, epoch: int, *, over: bool) -> None:
         """Agree with all replicas; choose the model if the epoch is over."""
         started = self._spans.enter("exchange")
-        self.totals.logs = added(self.totals.logs, self.stepper.logs.take())
+        self.totals.logs = add_sums(self.totals.logs, self.stepper.logs.take())
         loss = math.nan if self.loss_watch.last is None else self.loss_watch.last
         largest = largest_in(self.module)
         if not math.isfinite(largest):

@@ -21,7 +21,7 @@ from daskdl.channel.protocol import TrainedWork
 from daskdl.compression.compressor import Sample
 from daskdl.compression.flat import working_dtype
 from daskdl.errors import DataError
-from daskdl.evaluation.evaluate import Score, Sums, added, means
+from daskdl.evaluation.evaluate import Score, Sums, add_sums, means
 from daskdl.observe.history import COLUMNS, History
 from daskdl.observe.tables import (
     BINS,
@@ -305,7 +305,7 @@ class EpochTotals:
         self.skipped += totals.skipped
         self.reason = self.reason or totals.reason
         self.dropped += totals.dropped
-        self.logs = added(self.logs, totals.logs)
+        self.logs = add_sums(self.logs, totals.logs)
         self.stop = self.stop or totals.stop
         self.excess += totals.excess
 
@@ -480,7 +480,7 @@ def columns_of(reports: Reports) -> dict[str, Any]:
     choice = reports[0].choice if reports else Choice()  # equal on all replicas
     logs: Sums = {}
     for report in reports:
-        logs = added(logs, report.totals.logs)
+        logs = add_sums(logs, report.totals.logs)
     return {
         "loss": training_loss(reports),
         "examples": sum(report.totals.examples for report in reports),

@@ -173,13 +173,18 @@ class TestKeys:
         [
             ((X, Y), IDS[1:], DataError, "got 89 for 90 rows"),
             ((X, Y), "id", OptionError, "X is a ndarray; pass a sequence with one"),
-            ((X, Y), X, OptionError, "one value for each row along one axis"),
-            ((X, Y), True, OptionError, "key=True says whether a bag, or a list"),
+            ((X, Y), X, OptionError, "one value for each row, got a"),
+            ((X, Y), True, OptionError, "key=True applies only to a bag, or a list"),
             ((pairs(),), IDS, OptionError, "must be lazy if X is"),
             (([delayed((X, Y))],), True, DataError, "0 must be .* pairs .*got a tuple"),
             (blocks(), da.zeros(89, chunks=30), DataError, "got 89 for 90 rows"),
-            (blocks(), da.zeros((90, 2)), OptionError, "got 2 axes and X is a Array"),
-            ((X, Y), da.zeros(90), OptionError, "got 1 axes and X is a ndarray"),
+            (
+                blocks(),
+                da.zeros((90, 2)),
+                OptionError,
+                "has 2 axes, and X is a Array",
+            ),
+            ((X, Y), da.zeros(90), OptionError, "has 1 axes, and X is a ndarray"),
             ((table()[NAMES], table()["label"]), "ID", OptionError, "which has .'a'"),
         ],
         ids=[
@@ -202,7 +207,7 @@ class TestKeys:
             now(fitted.score_examples(x[keep], y[keep], key=key))
 
     def test_keys_of_a_stream_are_refused(self, fitted):
-        with pytest.raises(OptionError, match="in no order"):
+        with pytest.raises(OptionError, match="in no fixed order"):
             fitted.score_examples(Stream(), key=IDS)
 
 
@@ -238,11 +243,11 @@ MISSING[7] = np.nan
         ({}, (X, Y + 1), r"y\[\d+\] is 3, but the model gives 3 outputs"),
         ({}, (X[:0], Y[:0]), "X must not be empty"),
         ({"loss": nn.MSELoss()}, (X, np.stack([MISSING] * 3, 1)), r"y\[7, 0\] is nan"),
-        ({"loss": falling}, (X, Y), "failed on a batch with a single row.*too few"),
+        ({"loss": falling}, (X, Y), "failed on a batch of one row.*too few"),
         (
             {"transform": first_only},
             (X, Y),
-            r"as many rows as it gets.*shape \(1, 4\) for 2",
+            r"as many rows as it receives.*shape \(1, 4\) for 2",
         ),
     ],
     ids=["no labels", "unseen class", "empty", "missing", "one row", "transform"],
@@ -297,7 +302,7 @@ class TestSkipping:
         assert list(keyed.index) == list(source.paths)
 
     def test_lazy_data_cannot_be_skipped(self, fitted):
-        with pytest.raises(OptionError, match="for Dask's collections"):
+        with pytest.raises(OptionError, match="for Dask collections"):
             fitted.score_examples(*blocks(), on_bad_batch="skip")
 
 

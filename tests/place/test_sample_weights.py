@@ -152,7 +152,7 @@ def test_metrics_and_exports_have_no_weights():
     fitted.fit(X, Y)
 
     with pytest.raises(
-        OptionError, match=r"sample_weight weights only loss and accuracy, and m"
+        OptionError, match="sample_weight applies only to loss and accuracy"
     ):
         fitted.evaluate(X, Y, metrics="classification", sample_weight=ONE)
     with pytest.raises(

@@ -1,8 +1,8 @@
-"""The argument ``metrics``: names, functions, torchmetrics, and metrics of one output.
+"""Parses the argument ``metrics``: names, functions, torchmetrics, metrics by output.
 
-A name selects values of a preset of `daskdl.metrics`; outputs, labels and loss
+A name selects a value of a preset of `daskdl.metrics`; outputs, labels and loss
 determine the preset. Functions, such as those of scikit-learn, receive all labels and
-predictions at once, which are gathered on the client, up to `GATHERED_BYTES`.
+predictions at once, so the client gathers up to `GATHERED_BYTES` of them.
 """
 
 import dataclasses
@@ -42,9 +42,10 @@ from daskdl.evaluation.presets import (
     is_per_class,
 )
 from daskdl.evaluation.report import Section, Text
+from daskdl.keras.compiled import OutputLosses
 from daskdl.losses import Labels, probabilities
 
-# Limit of labels and predictions for functions: 67 million rows of class indices.
+# Most labels and predictions for functions: 67 million rows of class indices.
 GATHERED_BYTES = 2**30
 
 Family = Literal["classes", "numbers", "calibration", "score"]
@@ -87,12 +88,11 @@ _ALIASES = {
     "pearsonr": "pearson",
     "pearson_corrcoef": "pearson",
 }
-# Values that are not defined for some kinds of labels.
-_SINGLE = ("balanced_accuracy", "mcc", "cohen_kappa")  # one class for each row
+# Values that a preset cannot compute.
 _UNDEFINED: Mapping[type[MetricSet], tuple[str, ...]] = {
     ClassificationMetrics: ("specificity", "exact_match"),
     BinaryMetrics: ("exact_match",),
-    MultilabelMetrics: ("specificity", *_SINGLE),
+    MultilabelMetrics: ("specificity", "balanced_accuracy", "mcc", "cohen_kappa"),
 }
 _PRESETS: dict[str, type[MetricSet]] = {
     "classification": ClassificationMetrics,
@@ -102,10 +102,10 @@ _PRESETS: dict[str, type[MetricSet]] = {
     "calibration": CalibrationMetrics,
 }
 _ALLOWED = (
-    "a name such as 'accuracy', a function f(y_true, y_pred), an object of "
+    "a name such as 'accuracy', a function f(y_true, y_pred), a preset of "
     "daskdl.metrics, a Metric or MetricCollection of torchmetrics, a mapping from "
-    "names to functions and metrics, or from outputs to lists of metrics, or a list of "
-    "these"
+    "names to functions or metrics, a mapping from outputs to lists of metrics, or a "
+    "list of these"
 )
 
 
@@ -119,7 +119,7 @@ _KEYS = {_key(name): name for name in _NAMES} | {
 
 
 def known_metric(name: str) -> str | None:
-    """Return the standard name of a metric for one of its names, or None.
+    """Return the standard name of a metric, or None if the name is unknown.
 
     Example:
         >>> known_metric("F1Score"), known_metric("top-3 accuracy"), known_metric("f7")
@@ -132,17 +132,16 @@ def known_metric(name: str) -> str | None:
 def _raise_unknown(name: str) -> NoReturn:
     key = _key(name).removeprefix("neg")
     close = difflib.get_close_matches(key, _KEYS, 1, cutoff=0.6)
-    known = ", ".join(map(repr, _NAMES))
+    suggestion = f"; did you mean {_KEYS[close[0]]!r}?" if close else "."
     raise OptionError(
-        f"metrics by name are {known}, and the presets "
-        f"{', '.join(map(repr, _PRESETS))}, got {name!r}"
-        f"{f': did you mean {_KEYS[close[0]]!r}?' if close else ':'} For other "
-        "metrics, pass a function f(y_true, y_pred), such as those of sklearn.metrics, "
+        f"metrics by name are {', '.join(map(repr, _NAMES))}, and the presets "
+        f"{', '.join(map(repr, _PRESETS))}, got {name!r}{suggestion} For any other "
+        "metric, pass a function f(y_true, y_pred), such as those of sklearn.metrics, "
         "or a metric of torchmetrics"
     )
 
 
-def _indices(labels: Labels | None, output: Tree, y: Tree) -> Tree:
+def _class_indices(labels: Labels | None, output: Tree, y: Tree) -> Tree:
     """Replace one-hot rows by class indices, if the loss takes classes."""
     one_hot = (
         labels == "classes"
@@ -155,10 +154,12 @@ def _indices(labels: Labels | None, output: Tree, y: Tree) -> Tree:
     return y.argmax(1) if one_hot else y
 
 
-def _suited(sample: SampleBatch, *, areas: bool = False, top: int = 0) -> MetricSet:
-    """Return the preset for class labels, with one or several labels for each row."""
+def _class_preset(
+    sample: SampleBatch, *, areas: bool = False, top: int = 0
+) -> MetricSet:
+    """Return the preset for class labels; `areas`: with exact areas under curves."""
     output, y = sample.output, sample.y
-    # Curves that are not requested keep 2 thresholds instead of all rows.
+    # Curves that nobody requests need 2 thresholds instead of all rows.
     thresholds = None if areas else 2
     if is_per_class(output, y):
         if output.shape[1] == 2 and not top:
@@ -175,8 +176,8 @@ def _outputs_and_labels(sample: SampleBatch) -> str:
 
 
 @dataclass(frozen=True)
-class _ByLabels(MetricSet):
-    """Metrics whose preset is determined by outputs and labels."""
+class _InferredMetrics(MetricSet):
+    """Metrics whose preset follows from outputs and labels."""
 
     @abstractmethod
     def _preset(self, sample: SampleBatch) -> MetricSet: ...
@@ -186,7 +187,7 @@ class _ByLabels(MetricSet):
         self, loss: Any, output: Tree, y: Tree, classes: Sequence[str] | None
     ) -> SampleBatch:
         sample = super().sample(loss, output, y, classes)
-        return sample._replace(y=_indices(sample.labels, output, y))
+        return sample._replace(y=_class_indices(sample.labels, output, y))
 
     @override
     def collection(self, sample: SampleBatch) -> MetricCollection:
@@ -194,15 +195,15 @@ class _ByLabels(MetricSet):
 
     @override
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
-        y = _indices(sample.labels, output, y)
+        y = _class_indices(sample.labels, output, y)
         return self._preset(sample).prepared(sample, output, y)
 
 
 @dataclass(frozen=True)
-class NamedMetrics(_ByLabels):
-    """Values of a preset, by the names that the user chose."""
+class NamedMetrics(_InferredMetrics):
+    """Values of a preset, under the user's names."""
 
-    names: Mapping[str, str]  # standard names, by the name that the user chose
+    names: Mapping[str, str]  # standard names, by the user's names
     family: Family  # "score": accuracy for classes, else R2, as in scikit-learn
 
     @override
@@ -212,33 +213,38 @@ class NamedMetrics(_ByLabels):
             return CalibrationMetrics()
         if self.family == "score":
             classes = sample.labels in ("classes", "binary") or is_per_class(output, y)
-            return _suited(sample) if classes else RegressionMetrics()
+            return _class_preset(sample) if classes else RegressionMetrics()
         per_class = is_per_class(output, y)
+        shown = "metrics " + ", ".join(map(repr, self.names))
         if self.family == "numbers":
             if per_class and not y.is_floating_point():
                 raise ModelError(
-                    f"{self._shown} compare numbers, got scores of classes, "
-                    f"{_outputs_and_labels(sample)}: for classes use 'accuracy' or 'f1'"
+                    f"{shown} compare numbers, got scores of classes, "
+                    f"{_outputs_and_labels(sample)}; for classes use 'accuracy' or 'f1'"
                 )
             return RegressionMetrics()
         if sample.labels == "numbers" and not per_class:
             raise ModelError(
-                f"{self._shown} compare classes, and the loss compares numbers, "
-                f"{_outputs_and_labels(sample)}: for numbers use 'r2', 'mse' or 'mae'"
+                f"{shown} compare classes, but the loss compares numbers, "
+                f"{_outputs_and_labels(sample)}; for numbers use 'r2', 'mse' or 'mae'"
             )
-        tops = [int(n.split("_")[1]) for n in self.names.values() if "top_" in n]
+        tops = [name for name in self.names.values() if name.startswith("top_")]
+        top = max((int(name.split("_")[1]) for name in tops), default=0)
         areas = {"roc_auc", "average_precision"} & {*self.names.values()}
-        preset = _suited(sample, areas=bool(areas), top=max(tops, default=0))
-        undefined = _UNDEFINED[type(preset)]
+        preset = _class_preset(sample, areas=bool(areas), top=top)
+        undefined = {*_UNDEFINED[type(preset)]}
         if not isinstance(preset, ClassificationMetrics):
-            undefined += tuple(n for n in self.names.values() if "top_" in n)
+            undefined |= {*tops}
         for alias, name in self.names.items():
             if name in undefined:
-                defined = [n for n in _NAMES if n not in undefined]
+                defined = [
+                    known
+                    for known, family in _NAMES.items()
+                    if family == "classes" and known not in undefined
+                ]
                 raise OptionError(
-                    f"{alias!r} is not defined for {_outputs_and_labels(sample)}; "
-                    "these are: "
-                    + ", ".join(n for n in defined if _NAMES[n] == "classes")
+                    f"{alias!r} is not defined for {_outputs_and_labels(sample)}; use "
+                    f"one of {', '.join(defined)}"
                 )
         return preset
 
@@ -247,10 +253,6 @@ class NamedMetrics(_ByLabels):
         return [
             alias for alias, name in self.names.items() if name != "confusion_matrix"
         ]
-
-    @property
-    def _shown(self) -> str:
-        return "metrics " + ", ".join(map(repr, self.names))
 
     @override
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
@@ -263,7 +265,7 @@ class NamedMetrics(_ByLabels):
 
 
 def _value(values: Mapping[str, Any], name: str) -> Any:
-    """Return a value of a preset, or compute it from its confusion matrices."""
+    """Return a value of a preset, or compute it from the confusion matrices."""
     if name in values:
         return values[name]
     if "confusion_matrices" in values:  # (L, 2, 2)
@@ -280,18 +282,19 @@ def _value(values: Mapping[str, Any], name: str) -> Any:
         return streaming.mean_of(rates["recall"], support > 0)
     if name == "cohen_kappa":
         total = int(support.sum()) or math.nan
-        by_chance = float((predicted / total) @ (support / total))
-        return float((hits.sum() / total - by_chance) / (1 - by_chance or math.nan))
+        chance = float((predicted / total) @ (support / total))
+        return float((hits.sum() / total - chance) / (1 - chance or math.nan))
     rate, _, average = name.partition("_")
     if average == "macro":
         return streaming.mean_of(rates[rate], support + predicted > 0)
     if average == "weighted":
         return float(streaming.divided(rates[rate] @ support, support.sum()))
-    return float(streaming.rates(*(n.sum() for n in (hits, predicted, support)))[rate])
+    pooled = streaming.rates(hits.sum(), predicted.sum(), support.sum())
+    return float(pooled[rate])
 
 
 class Gathered(Metric):
-    """All labels and predictions, for functions; torchmetrics lacks such a metric."""
+    """All labels and predictions, for functions; torchmetrics has no such metric."""
 
     full_state_update = False
     labels: list[Tensor]
@@ -316,14 +319,14 @@ class Gathered(Metric):
         return labels.numpy(), predictions.numpy()
 
 
-def check_gathered(size: int) -> None:
-    """Refuse more than `GATHERED_BYTES` of labels and predictions for functions."""
-    if size > GATHERED_BYTES:
+def check_gathered(nbytes: int) -> None:
+    """Raise a DataError for more than `GATHERED_BYTES` of labels and predictions."""
+    if nbytes > GATHERED_BYTES:
         raise DataError(
-            "metrics that are functions get all labels and predictions at once, which "
-            f"take more than {GATHERED_BYTES / 2**30:g} GiB: measure fewer rows, or "
-            "pass metrics by name or of torchmetrics, whose memory does not grow with "
-            "the rows"
+            "functions as metrics receive all labels and predictions at once, but "
+            f"these take more than {GATHERED_BYTES / 2**30:g} GiB; measure fewer rows, "
+            "or pass metrics by name or metrics of torchmetrics, which need constant "
+            "memory"
         )
 
 
@@ -331,11 +334,11 @@ SCORE = NamedMetrics({}, "score")
 
 
 @dataclass(frozen=True, eq=False)
-class FunctionMetrics(_ByLabels):
+class FunctionMetrics(_InferredMetrics):
     """Functions ``f(y_true, y_pred)``, by name."""
 
     functions: Mapping[str, Callable[[Any, Any], Any]]
-    scored: bool  # whether the functions get probabilities instead of classes
+    scored: bool  # whether the functions take probabilities instead of classes
 
     @override
     def _preset(self, sample: SampleBatch) -> MetricSet:
@@ -345,7 +348,7 @@ class FunctionMetrics(_ByLabels):
             sample.labels is None and tensors and y.is_floating_point()
         )
         if is_per_class(output, y) or not numbers:
-            return _suited(sample)
+            return _class_preset(sample)
         return RegressionMetrics()
 
     @override
@@ -354,7 +357,7 @@ class FunctionMetrics(_ByLabels):
 
     @override
     def collection(self, sample: SampleBatch) -> MetricCollection:
-        super().collection(sample)  # raises for unsuitable outputs
+        super().collection(sample)  # raises an error for unsuitable outputs
         return collection_of(rows=Gathered())
 
     @override
@@ -376,45 +379,45 @@ class FunctionMetrics(_ByLabels):
                 values[name] = plain(function(labels, predictions))
             except USER_ERRORS as error:
                 raise DataError(
-                    f"metric {name!r} failed on {len(labels)} labels, shape "
-                    f"{labels.shape}, and predictions, shape {predictions.shape}: "
-                    f"{error}"
+                    f"metric {name!r} failed on labels of shape {labels.shape} and "
+                    f"predictions of shape {predictions.shape}: {error}"
                 ) from error
         return report.user_metrics(values)
 
 
-def _flat(column: Tensor) -> Tensor:
-    """Return a tensor of one column as a vector."""
-    single = column.ndim == 2 and column.shape[1] == 1
-    return column[:, 0] if single else column
+def _flat(rows: Tensor) -> Tensor:
+    """Return a vector instead of a single column."""
+    return rows[:, 0] if rows.ndim == 2 and rows.shape[1] == 1 else rows
 
 
-# Names of second arguments that are probabilities, and functions that take
-# probabilities under another name.
-_SCORES = ("y_score", "y_prob", "y_proba", "pred_decision")
-_OF_SCORES = ("log_loss", "d2_log_loss_score")
+# Second parameters that take probabilities, and functions of scikit-learn that take
+# probabilities as y_pred.
+_PROBABILITY_PARAMETERS = ("y_score", "y_prob", "y_proba", "pred_decision")
+_PROBABILITY_FUNCTIONS = ("log_loss", "d2_log_loss_score")
 
 
-def _named_function(function: Any) -> str:
+def _name_of(function: Any) -> str:
+    """Return the name of a function; raise an OptionError for a scorer."""
     inner = function.func if isinstance(function, functools.partial) else function
+    # Scorers have this private attribute; a public test would import scikit-learn.
     if hasattr(inner, "_score_func"):
         raise OptionError(
-            f"metrics must be functions f(y_true, y_pred), got the scorer {inner!r}, "
-            "which calls an estimator: pass its function, such as "
+            "metrics must be functions f(y_true, y_pred), but a scorer calls an "
+            f"estimator, got {inner!r}; pass the scorer's function, such as "
             "sklearn.metrics.f1_score"
         )
     return str(getattr(inner, "__name__", type(inner).__name__))
 
 
-def _takes_scores(function: Any) -> bool:
+def _takes_probabilities(function: Any) -> bool:
     inner = function.func if isinstance(function, functools.partial) else function
-    if getattr(inner, "__name__", None) in _OF_SCORES:
+    if getattr(inner, "__name__", None) in _PROBABILITY_FUNCTIONS:
         return True
     try:
         names = [*inspect.signature(inner).parameters]
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # a builtin may have no signature
         return False
-    return len(names) > 1 and names[1] in _SCORES
+    return len(names) > 1 and names[1] in _PROBABILITY_PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -430,39 +433,38 @@ class OutputMetrics(MetricSet):
         return self.metrics.masks_nan
 
     def _pair(self, output: Tree, y: Tree) -> Pair:
-        """Return the output, and its labels.
+        """Return this output, and its labels.
 
-        The number of an output in a dict is its position; the labels are looked up by
-        name, because a dict of labels may have another order.
+        A number selects an output of a dict by position, but its labels by name,
+        because a dict of labels may have another order.
         """
         name = self.name
         if isinstance(output, dict) and name not in output and isinstance(name, int):
             name = dict(enumerate(output)).get(name, name)
-        output = self._of(output, name, "outputs")
+        output = self._selected(output, name, "outputs")
         if isinstance(y, dict | tuple):  # otherwise all outputs share the labels
-            y = self._of(y, name if isinstance(y, dict) else self.name, "labels")
+            y = self._selected(y, name if isinstance(y, dict) else self.name, "labels")
         return output, y
 
-    def _of(self, tree: Tree, name: str | int, what: str) -> Tree:
+    def _selected(self, tree: Tree, name: str | int, what: str) -> Tree:
+        several = isinstance(tree, dict | tuple)
         try:
-            if isinstance(tree, dict | tuple):
-                return tree[name]  # type: ignore[index]
+            if several:
+                return tree[name]
         except (LookupError, TypeError):
             pass
-        several = isinstance(tree, dict | tuple)
         got = outline(tree) if several else f"one {type(tree).__name__}"
         raise ModelError(
-            f"metrics[{self.name!r}] are metrics of the output {self.name!r}, and the "
-            f"{what} are {got}: use the names in a dict of {what}, or numbers from 0; "
-            "for a single output, pass a list of metrics"
+            f"metrics[{self.name!r}] selects the output {self.name!r}, but the {what} "
+            f"are {got}; use the names in a dict of {what}, or numbers from 0; for a "
+            "single output, pass a list of metrics"
         )
 
     @override
     def sample(
         self, loss: Any, output: Tree, y: Tree, classes: Sequence[str] | None
     ) -> SampleBatch:
-        loss_of = getattr(loss, "loss_of", None)  # of losses by output
-        loss = None if loss_of is None else loss_of(self.name)
+        loss = loss.loss_of(self.name) if isinstance(loss, OutputLosses) else None
         output, y = self._pair(output, y)
         return self.metrics.sample(loss, output, y, None)
 
@@ -494,7 +496,7 @@ class OutputMetrics(MetricSet):
 
 @dataclass(frozen=True, eq=False)
 class UserMetrics(MetricSet):
-    """The user's torchmetrics, by name."""
+    """The user's metrics of torchmetrics, by name."""
 
     metrics: Mapping[str, Metric]  # in the order of the report; never updated
     # Whether to update with probabilities: torchmetrics treats scores as logits if any
@@ -503,7 +505,7 @@ class UserMetrics(MetricSet):
 
     @override
     def numbers(self, sample: SampleBatch) -> list[str]:
-        return list(self.metrics)  # of two rows, some cannot be computed
+        return list(self.metrics)  # some cannot be computed from two rows
 
     @override
     def collection(self, sample: SampleBatch) -> MetricCollection:
@@ -523,14 +525,14 @@ class UserMetrics(MetricSet):
 
     @override
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        # The values of metrics that return several of them have other names.
         in_order = [name for name in self.metrics if name in computed]
-        # A metric may return several values.
         names = dict.fromkeys([*in_order, *computed])
         return report.user_metrics({name: plain(computed[name]) for name in names})
 
 
 def plain(value: Any) -> Any:
-    """Replace tensors by numbers and numpy arrays."""
+    """Convert tensors to Python numbers and numpy arrays, also in containers."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Tensor):
@@ -540,8 +542,8 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def is_scored(metric: Metric) -> bool:
-    """Whether a metric, or a metric in it, is of torchmetrics.classification."""
+def _classifies(metric: Metric) -> bool:
+    """Whether a metric, or a nested metric, belongs to torchmetrics.classification."""
     return any(
         base.__module__.startswith("torchmetrics.classification.")
         for module in metric.modules()
@@ -566,23 +568,23 @@ def metric_sets(metrics: Any) -> tuple[MetricSet, ...]:
     sets += [NamedMetrics(aliases, family) for (family, _), aliases in names.items()]
     groups: dict[Any, dict[str, Any]] = {}
     for name, metric in user.items():
-        kind: tuple[Any, bool] = FunctionMetrics, _takes_scores(metric)
         if isinstance(metric, Metric):
-            kind = UserMetrics, is_scored(metric)
-        groups.setdefault(kind, {})[name] = metric
-    sets += [kind(group, scored) for (kind, scored), group in groups.items()]
+            group: tuple[Any, bool] = UserMetrics, _classifies(metric)
+        else:
+            group = FunctionMetrics, _takes_probabilities(metric)
+        groups.setdefault(group, {})[name] = metric
+    sets += [kind(members, scored) for (kind, scored), members in groups.items()]
     if not sets:
         raise OptionError(f"metrics must be {_ALLOWED}, got {metrics!r}")
     return tuple(sets)
 
 
 def _check_user_metric(name: str, metric: Any, metrics: Mapping[str, Any]) -> None:
-    """Refuse a metric that cannot be measured together with `metrics`."""
+    """Raise an OptionError if a metric cannot be measured together with `metrics`."""
     if name == "loss":
         raise OptionError("metrics must not include the name 'loss', which is reserved")
     if name in metrics:
-        kind = type(metric).__name__
-        shown = f"{kind}(...)" if isinstance(metric, Metric) else name
+        shown = f"{type(metric).__name__}(...)" if isinstance(metric, Metric) else name
         raise OptionError(
             f"two metrics are named {name!r}; give them names: "
             f"metrics={{'a': {shown}, 'b': ...}}"
@@ -596,7 +598,7 @@ def _check_user_metric(name: str, metric: Any, metrics: Mapping[str, Any]) -> No
 
 
 def _metrics_by_name(metrics: Any) -> Iterator[tuple[str, Any]]:
-    """Yield sets, standard names, torchmetrics and functions, by the user's names."""
+    """Yield metric sets, standard names, metrics and functions, by the user's names."""
     if isinstance(metrics, MetricSet):
         yield "", metrics
     elif isinstance(metrics, str):
@@ -611,17 +613,17 @@ def _metrics_by_name(metrics: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(n), metric) for n, metric in metrics.items(keep_base=False))
     elif isinstance(metrics, Mapping):
         for name, metric in metrics.items():
-            yield from _item(name, metric)
+            yield from _metrics_of_item(name, metric)
     elif isinstance(metrics, Sequence):
         for metric in metrics:
             yield from _metrics_by_name(metric)
-    elif _is_one(metrics):
-        yield _named_function(metrics), metrics
+    elif _is_function(metrics):
+        yield _name_of(metrics), metrics
     else:
         raise OptionError(f"metrics must be {_ALLOWED}, got {_shown(metrics)}")
 
 
-def _item(name: Any, metric: Any) -> Iterator[tuple[str, Any]]:
+def _metrics_of_item(name: Any, metric: Any) -> Iterator[tuple[str, Any]]:
     """Yield the metrics of an item of a mapping."""
     several = isinstance(metric, str | Sequence | MetricSet | Mapping)
     if isinstance(metric, MetricCollection):
@@ -630,20 +632,20 @@ def _item(name: Any, metric: Any) -> Iterator[tuple[str, Any]]:
         )
     elif isinstance(name, str | int) and several:
         yield from (("", OutputMetrics(name, member)) for member in metric_sets(metric))
-    elif isinstance(name, str) and _is_one(metric):
+    elif isinstance(name, str) and _is_function(metric):
         if not isinstance(metric, Metric):
-            _named_function(metric)  # raises for a scorer
+            _name_of(metric)  # raises an OptionError for a scorer
         yield name, metric
     else:
         raise OptionError(
             f"metrics[{name!r}] must be a function f(y_true, y_pred), a Metric or "
-            "MetricCollection of torchmetrics, by a name, or a list of metrics of the "
-            f"output of that name, got {_shown(metric)}"
+            "MetricCollection of torchmetrics under a name, or a list of metrics of "
+            f"the output with this name, got {_shown(metric)}"
         )
 
 
-def _is_one(metric: Any) -> bool:
-    """Whether an object is a metric of torchmetrics or a function."""
+def _is_function(metric: Any) -> bool:
+    """Whether an object can be called, as a metric of torchmetrics can."""
     return callable(metric) and not isinstance(metric, type)
 
 

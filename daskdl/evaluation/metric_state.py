@@ -1,10 +1,10 @@
-"""Torchmetrics that are updated with a part of the data, and the merge of their states.
+"""Metrics of torchmetrics that are updated by part, and the merge of their states.
 
-The merge of torchmetrics would weight processes equally in a "mean" and include the
-defaults of processes without data. This one weights means by rows, carries the rounding
-errors of float sums, and keeps lists in the order of the parts, so the result does not
-depend on the order of arrival. Metrics never share states; torchmetrics would decide
-that from the first update alone.
+torchmetrics' own merge would weight processes equally in a "mean" and would include the
+defaults of processes without data. The merge here weights means by rows, compensates
+rounding errors of float sums, and keeps lists in the order of the parts, so the result
+does not depend on the order of arrival. Metrics never share states, because
+torchmetrics decides from the first update alone which metrics may share them.
 """
 
 import copy
@@ -43,25 +43,25 @@ from daskdl.serialization import Packed
 
 logger = logging.getLogger(__name__)
 
-# An update costs as much as hundreds of rows, so batches are joined up to this size.
-GATHERED_ROWS = 4096
-GATHERED_BYTES = 16 * 2**20
+# An update costs as much as hundreds of rows, so batches are joined up to these limits.
+UPDATE_ROWS = 4096
+UPDATE_BYTES = 16 * 2**20
 
 
 class PartState(NamedTuple):
-    """The state of one metric after one part."""
+    """State of one metric after one part."""
 
     updates: int  # > 0
     rows: int  # the weight of means
     values: Mapping[str, Any]  # by name of the state
 
 
-# By name in the collection; "name.inner" for a metric within a metric.
+# By name in the collection; "name.inner" for a nested metric.
 PartStates = Mapping[str, PartState]
 
 
 def update_(collection: MetricCollection, *rows: Any) -> None:
-    """Update each metric with rows; skip zero rows, which some metrics refuse."""
+    """Update each metric, unless there are no rows, which some metrics refuse."""
     if batching.length(rows[-1]):
         for metric in collection.values(copy_state=False):
             metric.update(*rows)
@@ -69,10 +69,10 @@ def update_(collection: MetricCollection, *rows: Any) -> None:
 
 def states_of(collection: MetricCollection, rows: int) -> PartStates:
     """Return the states of live metrics after `rows` rows, valid until an update."""
-    # `_reductions` and `_computed` are private in torchmetrics 1.x, which has no public
-    # way to list the states of a metric, or to set them.
+    # `_reductions`, `_computed` and `_update_count` are private in torchmetrics 1.x,
+    # which has no public way to list or to set the states of a metric.
     return {
-        place: PartState(
+        path: PartState(
             metric.update_count,
             rows,
             {
@@ -80,7 +80,7 @@ def states_of(collection: MetricCollection, rows: int) -> PartStates:
                 for name, reduction in metric._reductions.items()
             },
         )
-        for place, metric in _metrics(collection)
+        for path, metric in _metrics(collection)
         if metric.update_count
     }
 
@@ -94,37 +94,37 @@ class StateMerger:
         self._gathered_bytes = 0
         self._updates: Counter[str] = Counter()
         self._states: dict[str, dict[str, _MergedState]] = {
-            place: {
+            path: {
                 name: _MergedState(reduction)
                 for name, reduction in metric._reductions.items()
             }
-            for place, metric in self._metrics.items()
+            for path, metric in self._metrics.items()
         }
 
     def add_(self, part: int, states: PartStates) -> None:
         """Add the states of a part; call this once for each part."""
-        for place, (updates, rows, values) in states.items():
-            self._updates[place] += updates
+        for path, (updates, rows, values) in states.items():
+            self._updates[path] += updates
             for name, value in values.items():
-                self._states[place][name].add_(value, rows, part)
-                if isinstance(self._metrics[place], Gathered):
+                self._states[path][name].add_(value, rows, part)
+                if isinstance(self._metrics[path], Gathered):
                     self._gathered_bytes += sum(array.nbytes for array in value)
                     check_gathered(self._gathered_bytes)
 
     def merged(self) -> MetricCollection:
         """Return new metrics with the merged states."""
         collection = copy.deepcopy(self._collection)
-        for place, metric in _metrics(collection):
-            if self._updates[place]:
-                for name, state in self._states[place].items():
+        for path, metric in _metrics(collection):
+            if self._updates[path]:
+                for name, state in self._states[path].items():
                     setattr(metric, name, state.value())
-                metric._update_count = self._updates[place]
+                metric._update_count = self._updates[path]
                 metric._computed = None
         return collection
 
 
 class _MergedState:
-    """One state of a metric over all parts so far."""
+    """One state of a metric, merged over the parts added so far."""
 
     def __init__(self, reduction: Any) -> None:
         self._reduction = reduction
@@ -132,11 +132,11 @@ class _MergedState:
         self._total: Any = None  # sum, maximum or minimum
         self._lost: Any = 0  # rounding errors of the sum, by Knuth's two-sum
         self._dtype: np.dtype[Any] | None = None
-        self._parts: dict[int, Any] = {}  # other states, by part
+        self._parts: dict[int, Any] = {}  # states with another reduction, by part
 
     def add_(self, state: Any, rows: int, part: int) -> None:
-        merges = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min)
-        if not isinstance(state, np.ndarray) or self._reduction not in merges:
+        merged = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min)
+        if not isinstance(state, np.ndarray) or self._reduction not in merged:
             self._parts[part] = state
             return
         array, self._dtype = state, state.dtype
@@ -150,17 +150,17 @@ class _MergedState:
             return
         if self._total.shape != array.shape:
             raise DataError(
-                f"the state of a metric has the shape {self._total.shape} in one part "
-                f"of the data and {array.shape} in another, so they cannot be merged"
+                f"the state of a metric has shape {self._total.shape} in one part of "
+                f"the data and {array.shape} in another, so it cannot be merged"
             )
         if self._reduction in (dim_zero_max, dim_zero_min):
             extreme = np.maximum if self._reduction is dim_zero_max else np.minimum
-            self._total = extreme(self._total, array)  # keeps NaN, like torch
+            self._total = extreme(self._total, array)  # NaN propagates, as in torch
             return
         with np.errstate(invalid="ignore"):  # inf - inf
             total = self._total + array
-            ours = total - array
-            lost = (self._total - ours) + (array - (total - ours))
+            previous = total - array
+            lost = (self._total - previous) + (array - (total - previous))
         self._lost = self._lost + np.where(np.isfinite(total), lost, 0)
         self._total = np.asarray(total)
 
@@ -170,21 +170,22 @@ class _MergedState:
             array = total / self._rows if self._rows else total
             return _as_tensor(array.astype(self._dtype))
         states = [self._parts[part] for part in sorted(self._parts)]
-        listed = isinstance(states[0], list)
-        flat = [_as_tensor(part) for s in states for part in (s if listed else [s])]
+        is_list = isinstance(states[0], list)
+        lists = states if is_list else [states]
+        values = [_as_tensor(item) for items in lists for item in items]
         if self._reduction is dim_zero_cat:
-            return dim_zero_cat(flat) if flat else []
+            return dim_zero_cat(values) if values else []
         if len(states) == 1:  # there is nothing to reduce
-            return flat if listed else flat[0]
-        stacked = flat if listed else torch.stack(flat)
+            return values if is_list else values[0]
+        stacked = values if is_list else torch.stack(values)
         return stacked if self._reduction is None else self._reduction(stacked)
 
 
 def _as_numpy(state: Any, reduction: Any) -> Any:
     """Replace tensors by arrays, which Dask sends without a copy."""
     if isinstance(state, list):
-        parts = [dim_zero_cat(state)] if reduction is dim_zero_cat and state else state
-        return [_as_numpy(part, None) for part in parts]
+        items = [dim_zero_cat(state)] if reduction is dim_zero_cat and state else state
+        return [_as_numpy(item, None) for item in items]
     return as_numpy(state) if isinstance(state, Tensor) else state
 
 
@@ -193,7 +194,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _metrics(collection: MetricCollection) -> Iterator[tuple[str, Metric]]:
-    """Yield metrics and nested metrics by name; wrappers only delegate to them."""
+    """Yield metrics and nested metrics by name, without wrappers, which delegate."""
     for name, metric in collection.items(keep_base=True, copy_state=False):
         for inner, module in metric.named_modules():
             if isinstance(module, Metric) and not isinstance(module, WrapperMetric):
@@ -201,24 +202,24 @@ def _metrics(collection: MetricCollection) -> Iterator[tuple[str, Metric]]:
 
 
 class MetricSpec(NamedTuple):
-    """A set of metrics for data like a sample; picklable."""
+    """Picklable: a metric set, and what it needs to know of the data."""
 
     metrics: MetricSet
     sample: SampleBatch
-    collection: MetricCollection  # before any update; copied, never changed
+    collection: MetricCollection  # never updated; users copy it
 
     def merger(self) -> StateMerger:
-        """Return a new merger of the states of parts."""
+        """Return a new merger for the states of parts."""
         return StateMerger(self.collection)
 
     def section(self, merger: StateMerger) -> Section:
-        """Compute and report the metrics from the states of all parts."""
+        """Compute the metrics from the states of all parts, and report them."""
         with _warnings_logged():
             try:
                 computed: Mapping[str, Any] = merger.merged().compute()
             except USER_ERRORS as error:
                 raise DataError(
-                    f"metrics could not be computed from all rows: {error}"
+                    f"metrics failed when computed from all rows: {error}"
                 ) from error
         return self.metrics.section(self.sample, computed)
 
@@ -230,9 +231,9 @@ def metric_specs(
     y: Tree,
     classes: Sequence[str] | None,
 ) -> tuple[MetricSpec, ...]:
-    """Prepare sets of metrics for these outputs and labels, and try an update."""
+    """Prepare metric sets for these outputs and labels, and try an update of each."""
     if y is None:
-        raise DataError("metrics need labels: pass y, or data that contain labels")
+        raise DataError("metrics need labels; pass y, or data that contain labels")
     for name, leaf in batching.named_leaves(output, "output"):
         if not isinstance(leaf, Tensor):
             raise ModelError(
@@ -261,19 +262,20 @@ def metric_specs(
 
 
 class MetricAccumulator:
-    """Metrics of one part, on the CPU, updated with many rows at a time."""
+    """Updates metrics on the CPU with the rows of one part, many rows at a time."""
 
     def __init__(self, specs: Sequence[MetricSpec], name: str) -> None:
         self._specs = specs
-        self._name = name
-        self._live = [copy.deepcopy(spec.collection) for spec in specs]
-        self._waiting: list[tuple[Tree, Tree]] = []
+        self._name = name  # of the part
+        self._collections = [copy.deepcopy(spec.collection) for spec in specs]
+        self._waiting: list[tuple[Tree, Tree]] = []  # outputs and labels of batches
         self._shapes: Any = None  # of the waiting rows
-        self._waiting_rows = self._most = 0
-        self._measured = 0  # rows
+        self._waiting_rows = 0
+        self._row_limit = 0  # number of waiting rows that causes an update
+        self._measured_rows = 0
 
     def add_(self, output: Tree, y: Tree) -> None:
-        """Add rows."""
+        """Add the outputs and labels of a batch."""
         shapes = [
             leaf.shape[1:] for leaf in batching.leaves_by_name((output, y)).values()
         ]
@@ -281,36 +283,36 @@ class MetricAccumulator:
             self._measure()
             self._shapes = shapes
             row_bytes = batching.nbytes((output, y)) // max(batching.length(y), 1)
-            self._most = min(GATHERED_ROWS, GATHERED_BYTES // max(row_bytes, 1))
+            self._row_limit = min(UPDATE_ROWS, UPDATE_BYTES // max(row_bytes, 1))
         self._waiting.append((output, y))
         self._waiting_rows += batching.length(y)
-        if self._waiting_rows >= self._most:
+        if self._waiting_rows >= self._row_limit:
             self._measure()
 
     def states(self) -> tuple[PartStates, ...]:
-        """Return the states of each set; they are valid until rows are added."""
+        """Return the states of each set, valid until rows are added."""
         self._measure()
-        return tuple(states_of(live, self._measured) for live in self._live)
+        return tuple(states_of(live, self._measured_rows) for live in self._collections)
 
     def _measure(self) -> None:
         if not self._waiting:
             return
-        output, y = (on_cpu(each) for each in zip(*self._waiting, strict=True))
-        rows, self._waiting_rows, self._waiting = self._waiting_rows, 0, []
+        output, y = (on_cpu(trees) for trees in zip(*self._waiting, strict=True))
+        start, stop = self._measured_rows, self._measured_rows + self._waiting_rows
+        self._waiting, self._waiting_rows = [], 0
         try:
-            for spec, live in zip(self._specs, self._live, strict=True):
-                update_(live, *spec.metrics.prepared(spec.sample, output, y))
+            for spec, collection in zip(self._specs, self._collections, strict=True):
+                update_(collection, *spec.metrics.prepared(spec.sample, output, y))
         except USER_ERRORS as error:
-            last = self._measured + rows - 1
-            where = f"rows {self._measured} to {last} of {self._name}"
+            where = f"rows {start} to {stop - 1} of {self._name}"
             if isinstance(error, DaskDLError):
                 error.add_note(f"in {where}")
                 raise
             raise DataError(f"metrics failed on {where}: {error}") from error
-        self._measured += rows
+        self._measured_rows = stop
 
 
-# Limit of the states that a replica sends to each other replica after an epoch.
+# Most bytes of states that a replica sends to each other replica after an epoch.
 MOST_SENT_BYTES = 4 * 2**20
 SpecsAndStates = tuple[tuple[MetricSpec, ...], tuple[PartStates, ...]]
 
@@ -326,10 +328,10 @@ def sent_states(specs: tuple[MetricSpec, ...], states: tuple[PartStates, ...]) -
     payload = Packed[SpecsAndStates]((specs, states), "metrics").payload.tobytes()
     if len(payload) > MOST_SENT_BYTES:
         raise DataError(
-            f"metrics of the validation data take {len(payload) / 2**20:.1f} MiB on a "
-            f"replica, which sends at most {MOST_SENT_BYTES / 2**20:g} MiB: functions, "
-            "areas under curves and some metrics of torchmetrics keep all rows; "
-            "measure them with trainer.evaluate(metrics=...) after the fit"
+            f"the metrics of the validation data take {len(payload) / 2**20:.1f} MiB "
+            f"on a replica, which may send at most {MOST_SENT_BYTES / 2**20:g} MiB; "
+            "functions, areas under curves and some metrics of torchmetrics keep all "
+            "rows, so measure them with trainer.evaluate(metrics=...) after the fit"
         )
     return payload
 
@@ -337,16 +339,16 @@ def sent_states(specs: tuple[MetricSpec, ...], states: tuple[PartStates, ...]) -
 def measured(payloads: Sequence[bytes]) -> dict[str, float]:
     """Compute the values that are single numbers from the states of all replicas.
 
-    They are rounded to 9 digits, so that replicas on different machines agree on them.
+    The values are rounded to 9 digits, so that replicas on different machines agree.
     """
-    opened = [
+    replicas = [
         Packed[SpecsAndStates].of(np.frombuffer(payload, np.uint8), "metrics").unpack()
         for payload in payloads
     ]
     sections = []
-    for i, spec in enumerate(opened[0][0]):
+    for i, spec in enumerate(replicas[0][0]):
         merger = spec.merger()
-        for part, (_, states) in enumerate(opened):
+        for part, (_, states) in enumerate(replicas):
             merger.add_(part, states[i])
         sections.append(spec.section(merger))
     values = Evaluation({}, sections)
@@ -356,9 +358,9 @@ def measured(payloads: Sequence[bytes]) -> dict[str, float]:
 
 @contextmanager
 def _warnings_logged() -> Iterator[None]:
-    """Log warnings, such as about classes without rows, which the report has as well.
+    """Log warnings, for example about classes without rows, which the report repeats.
 
-    Use it on the client alone: warning filters are global.
+    Use this on the client only, because warning filters are global.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -368,12 +370,12 @@ def _warnings_logged() -> Iterator[None]:
 
 
 def on_cpu(parts: Sequence[Tree]) -> Tree:
-    """Join rows on the CPU, contiguous, floats in float32 or wider."""
+    """Join rows on the CPU as contiguous tensors, with floats of 32 bits or more."""
 
     def joined(*leaves: Tensor) -> Tensor:
         rows = torch.cat(leaves) if len(leaves) > 1 else leaves[0]
         rows = rows.cpu().contiguous()
-        short = rows.dtype in (torch.bfloat16, torch.float16)
-        return rows.float() if short else rows
+        half = rows.dtype in (torch.bfloat16, torch.float16)
+        return rows.float() if half else rows
 
     return batching.tree_map(joined, *parts)

@@ -1,12 +1,14 @@
 """Presets of metrics for `evaluate` and `Evaluate`: frozen, picklable specifications.
 
-Hides the expected shapes of outputs and labels, the input of the torchmetrics, and the
-values of the report. `daskdl.metrics` exports the presets. Imported only when needed:
-torchmetrics loads SciPy and matplotlib, about 90 MB per process.
+A preset checks the shapes of outputs and labels, prepares the input of its torchmetrics
+and chooses the values of its report. `daskdl.metrics` exports the presets. This module
+is imported only when needed: torchmetrics loads SciPy and matplotlib, about 90 MB per
+process.
 
-B rows, C classes, L labels, N labels that count (each step of a sequence has one).
+Shapes: B rows, C classes, L labels per row, T steps of a sequence, N counted labels.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,34 +38,34 @@ Pair = tuple[Any, Any]  # predictions and targets for torchmetrics
 
 
 class SampleBatch(NamedTuple):
-    """The first rows, which show the shapes of outputs and labels."""
+    """Outputs and labels of the first rows, which determine what a metric set does."""
 
     output: Tree  # on the CPU
     y: Tree
     scale: Scale  # of class scores
     classes: Sequence[str] | None  # names of the classes 0, 1, ...
-    ignored: int | None  # label that the loss ignores
-    labels: Labels | None = None  # that the loss takes; None: unknown
+    ignored: int | None  # the label that the loss ignores
+    labels: Labels | None = None  # the kind of labels of the loss; None: unknown
 
 
 class MetricSet(ABC):
-    """Metrics that share their input and their section of the report; stateless."""
+    """Stateless: metrics that share their input and their section of the report."""
 
     @property
     def masks_nan(self) -> bool:
-        """Whether NaN labels are masked, by ``ignore=float("nan")``."""
+        """Whether ``ignore=float("nan")`` masks NaN labels."""
         ignore = getattr(self, "ignore", None)
-        return ignore is not None and bool(ignore != ignore)
+        return ignore is not None and math.isnan(ignore)
 
     def sample(
         self, loss: Any, output: Tree, y: Tree, classes: Sequence[str] | None
     ) -> SampleBatch:
-        """Return the sample for these metrics of such outputs and labels."""
+        """Return what these metrics need of the first outputs and labels."""
         scale, (labels, _) = scale_of(loss, output), labels_and_scale(loss)
         return SampleBatch(output, y, scale, classes, ignored_label(loss), labels)
 
     def numbers(self, sample: SampleBatch) -> list[str]:
-        """Return the names of values that are single numbers."""
+        """Return the names of the values that are single numbers."""
         trial = self.collection(sample)
         pair = self.prepared(sample, sample.output, sample.y)
         for metric in trial.values(copy_state=False):
@@ -73,11 +75,11 @@ class MetricSet(ABC):
 
     @abstractmethod
     def collection(self, sample: SampleBatch) -> MetricCollection:
-        """Return new torchmetrics for data like the sample."""
+        """Return new metrics for data like the sample."""
 
     @abstractmethod
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
-        """Return the predictions and targets to update the metrics with, row by row."""
+        """Convert outputs and labels to the predictions and targets of the metrics."""
 
     @abstractmethod
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
@@ -87,7 +89,7 @@ class MetricSet(ABC):
 def check_thresholds(thresholds: int | None) -> None:
     if thresholds is not None and thresholds < 2:
         raise OptionError(
-            f"thresholds must be 2 or more, or None for exact curves, got {thresholds}"
+            f"thresholds must be >= 2, or None for exact curves, got {thresholds}"
         )
 
 
@@ -99,19 +101,20 @@ def check_names(names: Sequence[str] | None, count: int, what: str) -> None:
 def class_names(
     names: Sequence[str] | None, sample: SampleBatch, count: int
 ) -> tuple[str, ...]:
-    """Return the names of all classes; the name of an unnamed class is its number."""
+    """Return the names of all classes; an unnamed class is named by its number."""
     known = list(names or sample.classes or ())[:count]
     return (*map(str, known), *(str(k) for k in range(len(known), count)))
 
 
-def _one_tensor_each(sample: SampleBatch) -> tuple[Tensor, Tensor]:
+def _single_tensors(sample: SampleBatch) -> tuple[Tensor, Tensor]:
+    """Return output and labels; raise an error unless each is a single tensor."""
     for what, tree in (("output", sample.output), ("labels", sample.y)):
         if not isinstance(tree, Tensor):
             several = isinstance(tree, dict | tuple)
             got = outline(tree) if several else type(tree).__name__
             raise (ModelError if what == "output" else DataError)(
-                f"metrics by name need {what} of one tensor, got {got}: choose one "
-                """of several by its name, metrics={"head": ["accuracy"]}"""
+                f"for metrics by name, the {what} must be a single tensor, got {got}; "
+                """select one of several by name: metrics={"head": ["accuracy"]}"""
             )
     return sample.output, sample.y
 
@@ -128,41 +131,41 @@ def is_per_class(output: Tree, y: Tree) -> bool:
 
 
 def check_classes(sample: SampleBatch) -> int:
-    """Return the number of classes; refuse other outputs or labels."""
-    output, y = _one_tensor_each(sample)
+    """Return the number of classes; raise an error unless labels are class indices."""
+    output, y = _single_tensors(sample)
     if y.dtype.is_floating_point or y.dtype == torch.bool:
         raise DataError(
-            f"labels must be class indices, 0 to classes - 1, as integers, got "
-            f'{y.dtype} of shape {tuple(y.shape)}: for labels 0 and 1 use "binary" or '
-            '"multilabel", for numbers "regression", and of one-hot rows give '
-            "y.argmax(1)"
+            f"labels must be integer class indices, 0 to classes - 1, got {y.dtype} of "
+            f'shape {tuple(y.shape)}; for labels 0 and 1 use "binary" or "multilabel", '
+            'for numbers use "regression", for one-hot rows pass y.argmax(1)'
         )
     if not is_per_class(output, y):
         raise ModelError(
-            f"outputs must be one score per class, 2 classes or more, along dimension "
-            f"1, as (B, C) or (B, C, T) for labels (B,) or (B, T); got outputs "
-            f"{tuple(output.shape)} for labels {tuple(y.shape)}: for one score per "
+            "outputs must have one score for each of 2 or more classes along "
+            "dimension 1, (B, C) or (B, C, T) for labels (B,) or (B, T), got outputs "
+            f"{tuple(output.shape)} for labels {tuple(y.shape)}; for one score per "
             'label use "binary" or "multilabel"'
         )
     return output.shape[1]
 
 
 def check_binary(sample: SampleBatch) -> None:
-    """Check for one score per label, or scores of two classes."""
-    output, y = _one_tensor_each(sample)
-    two = is_per_class(output, y) and output.shape[1] == 2
-    same = output.shape == y.shape or (  # one of both may have a dimension of 1 more
+    """Raise a ModelError without one score per label, or scores of two classes."""
+    output, y = _single_tensors(sample)
+    two_classes = is_per_class(output, y) and output.shape[1] == 2
+    # Either of both may have an additional last dimension of 1.
+    alike = output.shape == y.shape or (
         output.shape[0] == y.shape[0]
         and output.numel() == y.numel()
         and abs(output.ndim - y.ndim) == 1
         and 1 in (output.shape[-1], y.shape[-1])
     )
-    if not two and not same:
+    if not two_classes and not alike:
         raise ModelError(
-            "outputs must be one score for each label, as (B,) or (B, 1) for labels "
-            "(B,), or two class scores, as (B, 2); got outputs "
-            f"{tuple(output.shape)} for labels {tuple(y.shape)}: for more classes use "
-            '"classification", for more labels "multilabel"'
+            "outputs must have one score for each label, (B,) or (B, 1) for labels "
+            "(B,), or the scores of two classes, (B, 2), got outputs "
+            f"{tuple(output.shape)} for labels {tuple(y.shape)}; for several classes "
+            'use "classification", for several labels per row "multilabel"'
         )
 
 
@@ -171,33 +174,35 @@ def is_counted(y: Tensor, *ignored: float | None) -> Tensor:
     counted = torch.ones_like(y, dtype=torch.bool)
     for value in ignored:
         if value is not None:
-            counted &= ~torch.isnan(y) if value != value else y != value
+            counted &= ~torch.isnan(y) if math.isnan(value) else y != value
     return counted
 
 
-def check_labels(labels: Tensor, allowed: Tensor, range_: str) -> None:
-    if not bool(allowed.all()):
-        worst: Any = labels[~allowed][0].item()
+def check_labels(labels: Tensor, allowed: Tensor, values: str) -> None:
+    """Raise a DataError unless all labels are allowed; `values` says which are."""
+    refused = labels[~allowed]
+    if len(refused):
         raise DataError(
-            f"labels must be {range_}, got {worst} ({int((~allowed).sum())} such): "
-            "leave these rows out, or give the label that does not count as ignore="
+            f"labels must be {values}, got {refused[0].item()} ({len(refused)} "
+            "invalid); remove these rows, or mask the label with ignore="
         )
 
 
 def checked(scores: Tensor, scale: Scale) -> Tensor:
-    """Clamp probabilities to [0, 1]; refuse NaN, and values out of range."""
-    if bool(torch.isnan(scores).any()):
-        rows = int(torch.isnan(scores.reshape(len(scores), -1)).any(dim=1).sum())
+    """Clamp probabilities to [0, 1]; raise an error for NaN and values out of range."""
+    undefined = torch.isnan(scores)
+    if bool(undefined.any()):
+        rows = int(undefined.reshape(len(scores), -1).any(dim=1).sum())
         raise ModelError(
             f"{rows} of {len(scores)} outputs are NaN or infinite, so nothing can be "
-            "measured: check these rows, and whether training diverged"
+            "measured; check these rows, and whether training diverged"
         )
-    far = (scores < -1e-3) | (scores > 1 + 1e-3)
-    if bool(far.any()):
+    refused = scores[(scores < -1e-3) | (scores > 1 + 1e-3)]
+    if len(refused):
         raise ModelError(
-            f"outputs must be {scale.replace('_', ' ')}, as the loss expects, got "
-            f"{scores[far][0].item():g} instead of a probability from 0 to 1: change "
-            "the last layer of the model, or the loss"
+            f"outputs must be {scale.replace('_', ' ')}, as the loss expects, but "
+            f"{refused[0].item():g} is not a probability from 0 to 1; change the last "
+            "layer of the model, or the loss"
         )
     return scores.clamp(0, 1)
 
@@ -219,7 +224,7 @@ def class_rows(
 def binary_rows(
     sample: SampleBatch, output: Tensor, y: Tensor, ignore: float | None
 ) -> Pair:
-    """Return probabilities of 1, float64 (N,), and labels, int64 (N,)."""
+    """Return probabilities of label 1, float64 (N,), and labels, int64 (N,)."""
     over_classes = is_per_class(output, y)
     scores = probabilities(output, sample.scale, over_classes=over_classes)
     scores = scores[:, 1] if over_classes else scores
@@ -234,19 +239,21 @@ def collection_of(**metrics: Metric) -> MetricCollection:
     return MetricCollection(by_name, compute_groups=False)
 
 
-def _of_classes(hits: Any, predicted: Any, support: Any, curves: Any) -> dict[str, Any]:
+def _class_values(
+    hits: Any, predicted: Any, support: Any, curves: Any
+) -> dict[str, Any]:
     """Return rates and areas per class, and their means over classes that occur."""
     rates = streaming.rates(hits, predicted, support)
-    each = {f"{name}_per_class": rate for name, rate in rates.items()}
-    each |= streaming.areas_and_curves(curves)
+    per_class = {f"{name}_per_class": rate for name, rate in rates.items()}
+    per_class |= streaming.areas_and_curves(curves)
     means = {
         name.removesuffix("_per_class"): streaming.mean_of(
             values, support + predicted > 0
         )
-        for name, values in each.items()
+        for name, values in per_class.items()
         if name.endswith("_per_class")
     }
-    return {**means, "support": support, "predicted": predicted, **each}
+    return {**means, "support": support, "predicted": predicted, **per_class}
 
 
 @dataclass(frozen=True)
@@ -256,17 +263,18 @@ class ClassificationMetrics(MetricSet):
     Outputs are (B, C), or (B, C, T) with a label for each step. Precision, recall and
     F1 of a class are 0 instead of 0/0; their means ("macro") leave out classes that are
     neither labelled nor predicted. ROC AUC and average precision compare each class
-    with the rest; they are NaN without examples of both, and then left out of means.
+    with all others; without examples of both they are NaN, and means leave them out.
 
     Args:
-        top: N of the top-N accuracy, the share of labels among the N best scores; ties
-            are broken as in `torch.topk`. None: 5 for 6 classes or more, 2 for 3 to 5
-            classes, no top-N accuracy for 2 classes.
+        top: N of the top-N accuracy, >= 2: the share of rows whose label is among the N
+            best scores; ties are broken as in `torch.topk`. None: 5 for 6 or more
+            classes, 2 for 3 to 5 classes, and no top-N accuracy for 2 classes.
         thresholds: Number of thresholds from 0 to 1 at which curves and areas are
-            measured, in constant memory. None: they are exact, which takes 8 bytes for
-            each class of each row.
-        ignore: A label that does not count, like the one that the loss ignores.
-        classes: Names of the classes; None: those of the data, or numbers.
+            measured, >= 2, in constant memory. None: curves and areas are exact, which
+            takes 8 bytes for each class of each row.
+        ignore: A label that does not count, in addition to the one that the loss
+            ignores.
+        classes: Names of the classes. None: the names in the data, or numbers.
 
     Raises:
         OptionError: If an argument is outside its range.
@@ -283,7 +291,9 @@ class ClassificationMetrics(MetricSet):
 
     def __post_init__(self) -> None:
         if self.top is not None and self.top < 2:
-            raise OptionError(f"top must be 2 or more, got {self.top}: 1 is accuracy")
+            raise OptionError(
+                f"top must be >= 2, got {self.top}; top-1 accuracy is the accuracy"
+            )
         check_thresholds(self.thresholds)
 
     @override
@@ -323,18 +333,18 @@ class ClassificationMetrics(MetricSet):
             "accuracy": streaming.share(hits.sum(), confusion.sum())
         }
         if "top" in computed:
-            right, *_, rows = computed["top"].tolist()
+            correct, *_, rows = computed["top"].tolist()
             top = f"top_{self._top(classes)}_accuracy"
-            values[top] = streaming.share(right, rows)
+            values[top] = streaming.share(correct, rows)
         predicted, support = confusion.sum(axis=0), confusion.sum(axis=1)
-        values |= _of_classes(hits, predicted, support, computed["curves"])
+        values |= _class_values(hits, predicted, support, computed["curves"])
         values |= {"mcc": streaming.matthews(confusion), "confusion_matrix": confusion}
         return report.classification(values, class_names(self.classes, sample, classes))
 
 
 @dataclass(frozen=True)
 class _LabelMetrics(MetricSet):
-    """The arguments of metrics of labels 0 and 1."""
+    """Arguments of the metrics of labels 0 and 1."""
 
     threshold: float = 0.5
     thresholds: int | None = None
@@ -347,7 +357,7 @@ class _LabelMetrics(MetricSet):
         check_thresholds(self.thresholds)
 
     def curves(self, labels: int) -> Metric:
-        """Return the metric that holds the curves of this many labels."""
+        """Return the metric that computes the curves of this number of labels."""
         if self.thresholds is not None:
             return streaming.BinnedCurves(labels, self.thresholds)
         return streaming.LabelCurves(labels, ignore_index=MASKED, validate_args=False)
@@ -359,14 +369,15 @@ class BinaryMetrics(_LabelMetrics):
 
     Outputs are (B,), (B, 1), or (B, 2) with the score of class 1 second; labels are
     integers, bools or floats. Rates are those of class 1, and 0 instead of 0/0. ROC AUC
-    is NaN without labels of both classes, average precision without a 1.
+    is NaN unless both classes have labels, average precision unless class 1 has.
 
     Args:
         threshold: Class 1 is predicted above this probability, in [0, 1).
         thresholds: See `ClassificationMetrics`.
-        ignore: A label that does not count, like the one that the loss ignores; may be
-            NaN.
-        classes: Names of 0 and 1; None: those of the data, or 0 and 1.
+        ignore: A label that does not count, in addition to the one that the loss
+            ignores; may be NaN.
+        classes: Names of the classes 0 and 1. None: the names in the data, or "0" and
+            "1".
 
     Raises:
         OptionError: If an argument is outside its range.
@@ -421,9 +432,9 @@ class MultilabelMetrics(_LabelMetrics):
     Args:
         threshold: A label is predicted above this probability, in [0, 1).
         thresholds: See `ClassificationMetrics`.
-        ignore: A label that does not count, like the one that the loss ignores; may be
-            NaN. Other labels of the same row count.
-        classes: Names of the labels; None: those of the data, or numbers.
+        ignore: A label that does not count, in addition to the one that the loss
+            ignores; may be NaN. Other labels of the same row count.
+        classes: Names of the labels. None: the names in the data, or numbers.
 
     Raises:
         OptionError: If an argument is outside its range.
@@ -435,13 +446,12 @@ class MultilabelMetrics(_LabelMetrics):
 
     @override
     def collection(self, sample: SampleBatch) -> MetricCollection:
-        output, y = _one_tensor_each(sample)
+        output, y = _single_tensors(sample)
         if output.shape != y.shape or output.ndim < 2:
             raise ModelError(
-                "outputs and labels must both be (B, L), or (B, L, T), one score and "
-                f"one 0 or 1 for each label; got outputs {tuple(output.shape)} for "
-                f"labels {tuple(y.shape)}: for one class of each row use "
-                '"classification"'
+                "outputs and labels must have the same shape, (B, L) or (B, L, T), "
+                f"with one score for each label, got outputs {tuple(output.shape)} for "
+                f'labels {tuple(y.shape)}; for one class per row use "classification"'
             )
         labels = output.shape[1]
         check_names(self.classes, labels, "classes")
@@ -467,13 +477,14 @@ class MultilabelMetrics(_LabelMetrics):
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
         confusion = computed["confusion"].numpy().reshape(-1, 2, 2)
         tn, fp, fn, tp = confusion.reshape(-1, 4).T
-        all_, (matches, rows) = tn + fp + fn + tp, computed["exact"]
+        correct, total = tn + tp, tn + fp + fn + tp
+        matches, rows = computed["exact"]
         values = {
-            "accuracy": streaming.share((tp + tn).sum(), all_.sum()),
+            "accuracy": streaming.share(correct.sum(), total.sum()),
             "exact_match": streaming.share(matches, rows),
             "rows": rows,
-            "accuracy_per_class": streaming.divided(tp + tn, all_),
-            **_of_classes(tp, tp + fp, tp + fn, computed["curves"]),
+            "accuracy_per_class": streaming.divided(correct, total),
+            **_class_values(tp, tp + fp, tp + fn, computed["curves"]),
             "confusion_matrices": confusion,
         }
         return report.multilabel(values, class_names(self.classes, sample, len(tp)))
@@ -481,23 +492,24 @@ class MultilabelMetrics(_LabelMetrics):
 
 @dataclass(frozen=True)
 class CalibrationMetrics(MetricSet):
-    """How well probabilities are calibrated, ``metrics="calibration"``.
+    """Calibration errors of predicted probabilities, ``metrics="calibration"``.
 
     With one score per class, the confidence of a prediction is the probability of the
-    best class. With one score, (B,) or (B, 1) and labels 0 and 1, it is the probability
-    of class 1. The expected calibration error (ECE) is the mean difference between the
-    confidence and the accuracy of a bin, weighted by predictions; the maximum
-    calibration error (MCE) is the largest difference. Both are also computed for each
-    class against the rest.
+    best class. With a single score, (B,) or (B, 1), and labels 0 and 1, it is the
+    probability of class 1. The expected calibration error (ECE) is the mean difference
+    between confidence and accuracy over all bins, weighted by their predictions; the
+    maximum calibration error (MCE) is the largest difference. With one score per class,
+    both are also computed for each class against all others.
 
     Args:
-        bins: Number of bins of equal width from 0 to 1. A confidence on an edge belongs
-            to the upper bin, and 1 to the last.
-        ignore: A label that does not count, like the one that the loss ignores.
-        classes: Names of the classes; None: those of the data, or numbers.
+        bins: Number of bins of equal width from 0 to 1, >= 1. A confidence on an edge
+            belongs to the upper bin, and 1 to the last bin.
+        ignore: A label that does not count, in addition to the one that the loss
+            ignores.
+        classes: Names of the classes. None: the names in the data, or numbers.
 
     Raises:
-        OptionError: If there is no bin.
+        OptionError: If `bins` is less than 1.
 
     Example:
         >>> CalibrationMetrics(bins=10)
@@ -510,17 +522,18 @@ class CalibrationMetrics(MetricSet):
 
     def __post_init__(self) -> None:
         if self.bins < 1:
-            raise OptionError(f"bins must be 1 or more, got {self.bins}")
+            raise OptionError(f"bins must be >= 1, got {self.bins}")
 
     @override
     def collection(self, sample: SampleBatch) -> MetricCollection:
-        kinds = 1
+        classes = 0
         if is_per_class(sample.output, sample.y):
-            kinds += check_classes(sample)
-            check_names(self.classes, kinds - 1, "classes")
+            classes = check_classes(sample)
+            check_names(self.classes, classes, "classes")
         else:
             check_binary(sample)
-        return collection_of(bins=streaming.ReliabilityBins(kinds, self.bins))
+        # Column 0 has the predictions, the other columns have the classes.
+        return collection_of(bins=streaming.ReliabilityBins(1 + classes, self.bins))
 
     @override
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
@@ -529,14 +542,14 @@ class CalibrationMetrics(MetricSet):
             return scores[:, None], labels[:, None] == 1
         scores_NC, labels = class_rows(sample, output, y, self.ignore)
         confidence, best = scores_NC.max(dim=1, keepdim=True)
-        right = best == labels[:, None]
-        each = labels[:, None] == torch.arange(scores_NC.shape[1])
-        return torch.cat([confidence, scores_NC], 1), torch.cat([right, each], 1)
+        correct = best == labels[:, None]
+        is_class = labels[:, None] == torch.arange(scores_NC.shape[1])
+        return torch.cat([confidence, scores_NC], 1), torch.cat([correct, is_class], 1)
 
     @override
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
-        # `computed` is the dict that the only metric of the collection returns.
-        values = {name: value[0] for name, value in computed.items()}
+        # MetricCollection merges the dict that its only metric returns.
+        values = {name: columns[0] for name, columns in computed.items()}
         values |= {name: float(values[name]) for name in ("ece", "mce")}
         values["bin_edges"] = np.linspace(0, 1, self.bins + 1)
         if len(computed["ece"]) > 1:
@@ -550,13 +563,13 @@ class RegressionMetrics(MetricSet):
     """Errors of predicted numbers, ``metrics="regression"``.
 
     Outputs and labels are (B,), (B, n), or (B, T, n), where each step counts as a row;
-    (B, 1) and (B,) may be mixed. Overall values are the means of all columns, as with
-    scikit-learn's "uniform_average", also for RMSE and R2.
+    (B, 1) can be combined with (B,). Overall values, also RMSE and R2, are the means
+    over all columns, as with scikit-learn's "uniform_average".
 
     Args:
         ignore: A label that does not count; may be NaN. Other columns of the same row
             count.
-        columns: Names of the columns; None: numbers.
+        columns: Names of the columns. None: numbers.
 
     Example:
         >>> RegressionMetrics(ignore=float("nan"))
@@ -568,7 +581,7 @@ class RegressionMetrics(MetricSet):
 
     @override
     def collection(self, sample: SampleBatch) -> MetricCollection:
-        output, y = _one_tensor_each(sample)
+        output, y = _single_tensors(sample)
         shapes = {
             tuple(t.shape[:1]) if t.shape[1:] == (1,) else t.shape for t in (output, y)
         }
@@ -576,7 +589,7 @@ class RegressionMetrics(MetricSet):
             raise ModelError(
                 "outputs and labels must have the same shape, (B,), (B, n) or "
                 f"(B, T, n), got outputs {tuple(output.shape)} for labels "
-                f'{tuple(y.shape)}: for class indices use "classification"'
+                f'{tuple(y.shape)}; for class indices use "classification"'
             )
         columns = _columns(y).shape[1]
         check_names(self.columns, columns, "columns")
@@ -586,29 +599,29 @@ class RegressionMetrics(MetricSet):
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
         predictions, labels = _columns(output), _columns(y)
         counted = is_counted(labels, self.ignore)
-        if bad := int((~labels[counted].isfinite()).sum()):
+        if infinite := int((~labels[counted].isfinite()).sum()):
             raise DataError(
-                f"{bad} labels are NaN or infinite: leave these rows out, or mask NaN "
-                'by RegressionMetrics(ignore=float("nan"))'
+                f"{infinite} labels are NaN or infinite; remove these rows, or mask "
+                'NaN with RegressionMetrics(ignore=float("nan"))'
             )
-        if bad := int((~predictions[counted].isfinite()).sum()):
+        if infinite := int((~predictions[counted].isfinite()).sum()):
             raise ModelError(
-                f"{bad} of {int(counted.sum())} outputs are NaN or infinite, so "
-                "nothing can be measured: check these rows, and whether training "
+                f"{infinite} of {int(counted.sum())} outputs are NaN or infinite, so "
+                "nothing can be measured; check these rows, and whether training "
                 "diverged"
             )
         return predictions, torch.where(counted, labels, torch.nan)
 
     @override
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
-        count, each = computed["errors"]
-        every = np.ones(len(count), dtype=bool)
+        count, errors = computed["errors"]
+        all_columns = np.ones(len(count), dtype=bool)
         values = {
-            **{name: streaming.mean_of(values, every) for name, values in each.items()},
-            **{f"{name}_per_column": values for name, values in each.items()},
+            **{n: streaming.mean_of(error, all_columns) for n, error in errors.items()},
+            **{f"{name}_per_column": error for name, error in errors.items()},
             "count": count,
         }
-        names = self.columns or map(str, range(len(values["count"])))
+        names = self.columns or map(str, range(len(count)))
         return report.regression(values, tuple(names))
 
 

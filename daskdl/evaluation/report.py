@@ -1,8 +1,8 @@
-"""The result of an evaluation: a dict that prints as a report and draws pictures.
+"""The result of an evaluation: a dict that prints as a report and draws figures.
 
-Each set of metrics has a section of text, tables and pictures; text and HTML are
-rendered from the same blocks. Imports neither torch nor Dask; pandas and matplotlib are
-optional.
+Each metric set has a section of text, tables and figures; text and HTML are rendered
+from the same blocks. This module imports neither torch nor Dask; pandas and matplotlib
+are optional.
 """
 
 import html
@@ -30,14 +30,14 @@ _COUNTS = ("support", "predicted", "count")
 
 
 class Text(NamedTuple):
-    """A sentence, or a title (``"h4"``)."""
+    """A sentence, or a heading (``"h4"``)."""
 
     text: str
     tag: str = "p"
 
 
 class TextTable(NamedTuple):
-    """Right-aligned cells; the first cell of a row is its name."""
+    """A table of right-aligned cells; the first cell of a row is its name."""
 
     rows: Sequence[Sequence[str]]
     columns: Sequence[str] = ()
@@ -45,18 +45,18 @@ class TextTable(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The values of one set of metrics, and their report."""
+    """Values of one metric set, and their report."""
 
     kind: str
     values: Values
     blocks: Sequence[Text | TextTable]
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # of classes, labels or columns
     pictures: "Mapping[str, Callable[[SubFigure], None]]" = field(default_factory=dict)
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The values that have one number per name."""
-        if not self.names:  # the user's metrics, which may have any name
+        """The values with one number per name, by name of the value."""
+        if not self.names:  # the user's metrics may be called anything
             return {}
         return {
             name: value
@@ -67,7 +67,7 @@ class Section:
 
 
 def decimals(value: float) -> str:
-    """Format a number with 4 decimals; NaN is "-".
+    """Format a number with 4 decimals, NaN as "-".
 
     Example:
         >>> decimals(0.5), decimals(float("nan")), decimals(1e-7), decimals(123456.0)
@@ -104,25 +104,26 @@ def _one_line(text: str) -> str:
 
 
 def as_html(blocks: Iterable[Text | TextTable]) -> str:
-    """Render a report for a notebook, with names escaped."""
+    """Render a report for a notebook; all text is escaped."""
 
-    def row(cells: Sequence[str], tag: str) -> str:
+    def row_html(cells: Sequence[str], tag: str) -> str:
         style = ' style="text-align: right"'
         name, *values = map(html.escape, cells)
-        written = "".join(f"<{tag}{style}>{cell}</{tag}>" for cell in values)
-        return f"<tr><th>{name}</th>{written}</tr>"
+        tagged = "".join(f"<{tag}{style}>{value}</{tag}>" for value in values)
+        return f"<tr><th>{name}</th>{tagged}</tr>"
 
-    def written(block: Text | TextTable) -> str:
+    def block_html(block: Text | TextTable) -> str:
         if isinstance(block, Text):
             return f"<{block.tag}>{html.escape(block.text)}</{block.tag}>"
-        head = row(block.columns, "th") if block.columns else ""
-        return f"<table>{head}{''.join(row(r, 'td') for r in block.rows)}</table>"
+        head = row_html(block.columns, "th") if block.columns else ""
+        body = "".join(row_html(row, "td") for row in block.rows)
+        return f"<table>{head}{body}</table>"
 
-    return f"<div>{''.join(map(written, blocks))}</div>"
+    return f"<div>{''.join(map(block_html, blocks))}</div>"
 
 
-LIMIT = 20  # classes in a table or matrix
-WORST = 10  # classes shown if there are more than LIMIT
+LIMIT = 20  # most classes in a table or matrix
+WORST = 10  # classes in a table if there are more than LIMIT
 
 _AVERAGED = ("precision", "recall", "f1", "roc_auc", "average_precision")
 _SCALARS = {
@@ -173,13 +174,13 @@ def classification(values: Values, names: tuple[str, ...]) -> Section:
 def binary(values: Values, names: tuple[str, ...]) -> Section:
     """Report rates at a threshold and curves of a binary label."""
     matrix = values["confusion_matrix"]
-    no, yes = matrix.sum(axis=1)
+    counts = matrix.sum(axis=1)
     blocks: list[Text | TextTable] = [
-        Text(f"Binary: {no + yes} labels, {yes} of them {names[1]}", "h4"),
-        _facts(values, averaged=False),
+        Text(f"Binary: {counts.sum()} labels, {counts[1]} of them {names[1]}", "h4"),
+        _scalar_table(values, averaged=False),
         *(
-            Text(f"No label is {name}: ROC AUC is not defined")
-            for name, count in zip(names, (no, yes), strict=True)
+            Text(f"No label is {name}, so ROC AUC is undefined")
+            for name, count in zip(names, counts, strict=True)
             if not count
         ),
         *_confusion(values, names),
@@ -195,31 +196,39 @@ def multilabel(values: Values, names: tuple[str, ...]) -> Section:
     return Section("multilabel", values, blocks, names, _curve_pictures(values, names))
 
 
-def _facts(values: Values, *, averaged: bool) -> TextTable:
-    # Such as "top_5_accuracy", shown as "top-5 accuracy".
-    shown = {"accuracy": "accuracy"}
-    shown |= {
+def _scalar_table(values: Values, *, averaged: bool) -> TextTable:
+    """Return a table of the single numbers; `averaged`: as means over classes."""
+    titles = {"accuracy": "accuracy"}
+    titles |= {  # "top_5_accuracy" becomes "top-5 accuracy"
         n: n.replace("_", "-", 1).replace("_", " ") for n in values if "top_" in n
     }
-    shown |= _SCALARS
+    titles |= _SCALARS
     if averaged:
-        shown |= {name: f"{_SCALARS[name]} (macro)" for name in _AVERAGED}
-    return TextTable([(shown[n], decimals(values[n])) for n in shown if n in values])
+        titles |= {name: f"{_SCALARS[name]} (macro)" for name in _AVERAGED}
+    return TextTable([(titles[n], decimals(values[n])) for n in titles if n in values])
 
 
 def _class_blocks(
-    title: str, values: Values, names: Sequence[str], corner: str, those: str
+    title: str, values: Values, names: Sequence[str], noun: str, eligible: str
 ) -> list[Text | TextTable]:
-    blocks: list[Text | TextTable] = [Text(title, "h4"), _facts(values, averaged=True)]
+    """Return blocks for classes or labels, which `noun` names.
+
+    A long table is cut to those with the lowest F1 among the `eligible`, which are the
+    ones with support.
+    """
+    blocks: list[Text | TextTable] = [
+        Text(title, "h4"),
+        _scalar_table(values, averaged=True),
+    ]
     support, predicted = values["support"] > 0, values["predicted"] > 0
     chosen = np.arange(len(names))
     if len(names) > LIMIT:
         chosen = np.flatnonzero(support)
         order = np.argsort(values["f1_per_class"][chosen], kind="stable")
         chosen = chosen[order][:WORST]
-        plural = "classes" if corner == "class" else "labels"
+        plural = "classes" if noun == "class" else "labels"
         blocks.append(
-            Text(f"The {WORST} {plural} with the lowest F1, of those {those}:")
+            Text(f"The {WORST} {plural} with the lowest F1 among those {eligible}:")
         )
     columns = {_PER_CLASS[n]: values[n] for n in _PER_CLASS if n in values}
     rows = [
@@ -232,13 +241,13 @@ def _class_blocks(
         )
         for k in chosen.tolist()
     ]
-    blocks.append(TextTable(rows, [corner, *columns]))
+    blocks.append(TextTable(rows, [noun, *columns]))
     unseen = ~support & ~predicted
     remarks = {
         "Never predicted": support & ~predicted,
-        "Without a label, so that recall is 0": ~support & predicted,
-        "Without a label and never predicted, left out of every mean": unseen,
-        "ROC AUC is not defined with labels of a single class": (
+        "Without labels, so recall is 0": ~support & predicted,
+        "Without labels and never predicted, so left out of all means": unseen,
+        "ROC AUC is undefined, because all labels are of a single class": (
             np.isnan(values["roc_auc_per_class"]) & ~unseen
         ),
     }
@@ -246,12 +255,12 @@ def _class_blocks(
 
 
 def _remarks(remarks: Mapping[str, Any], names: Sequence[str]) -> Iterator[Text]:
-    """Yield a sentence for each remark that applies to some of the names."""
+    """Yield each remark that applies to any name, with these names."""
     for remark, applies in remarks.items():
-        which = [names[k] for k in np.flatnonzero(applies).tolist()]
-        omitted = f" and {len(which) - LIMIT} more" if len(which) > LIMIT else ""
-        if which:
-            yield Text(f"{remark}: {', '.join(which[:LIMIT])}{omitted}")
+        affected = [names[k] for k in np.flatnonzero(applies).tolist()]
+        omitted = f" and {len(affected) - LIMIT} more" if len(affected) > LIMIT else ""
+        if affected:
+            yield Text(f"{remark}: {', '.join(affected[:LIMIT])}{omitted}")
 
 
 def _confusion(values: Values, names: Sequence[str]) -> list[Text | TextTable]:
@@ -285,9 +294,9 @@ def _curve_pictures(values: Values, names: tuple[str, ...]) -> dict[str, Any]:
 def regression(values: Values, names: tuple[str, ...]) -> Section:
     """Report the errors of each column, and their means."""
     count = values["count"]
-    each = [values[f"{error}_per_column"] for error in _ERRORS]
+    errors = [values[f"{error}_per_column"] for error in _ERRORS]
     rows = [
-        (name, *(decimals(column[k]) for column in each), str(count[k]))
+        (name, *(decimals(error[k]) for error in errors), str(count[k]))
         for k, name in enumerate(names[:LIMIT])
     ]
     if len(names) > 1:
@@ -299,11 +308,11 @@ def regression(values: Values, names: tuple[str, ...]) -> Section:
         TextTable(rows, ["column", *_ERRORS.values(), "values"]),
     ]
     if len(names) > LIMIT:
-        blocks.append(Text(f"{len(names) - LIMIT} more columns are in to_pandas()"))
+        blocks.append(Text(f"to_pandas() has {len(names) - LIMIT} more columns"))
     remarks = {
-        "Without a value that counts": "mse",
-        "R2 is not defined with fewer than 2 values": "r2",
-        "Pearson is not defined where labels or predictions do not vary": "pearson",
+        "Without counted values": "mse",
+        "R2 is undefined for fewer than 2 values": "r2",
+        "Pearson is undefined for constant labels or predictions": "pearson",
     }
     undefined = {
         remark: np.isnan(values[f"{name}_per_column"])
@@ -318,8 +327,13 @@ def calibration(values: Values, names: tuple[str, ...]) -> Section:
     bins = [values[f"bin_{name}"] for name in ("count", "confidence", "accuracy")]
     edges = values["bin_edges"]
     rows = [
-        (f"{low:.3f} to {high:.3f}", str(count), decimals(sure), decimals(right))
-        for (low, high), count, sure, right in zip(
+        (
+            f"{low:.3f} to {high:.3f}",
+            str(count),
+            decimals(confidence),
+            decimals(accuracy),
+        )
+        for (low, high), count, confidence, accuracy in zip(
             itertools.pairwise(edges), *bins, strict=True
         )
     ]
@@ -328,7 +342,7 @@ def calibration(values: Values, names: tuple[str, ...]) -> Section:
         TextTable(
             [
                 ("expected calibration error", decimals(values["ece"])),
-                ("largest calibration error", decimals(values["mce"])),
+                ("maximum calibration error", decimals(values["mce"])),
             ]
         ),
         TextTable(rows, ["confidence", "count", "mean confidence", "accuracy"]),
@@ -338,18 +352,18 @@ def calibration(values: Values, names: tuple[str, ...]) -> Section:
 
 
 class Evaluation(dict[str, Any]):
-    """A dict of measured values by name, numbers and numpy arrays.
+    """A dict of measured values, numbers and numpy arrays, by name.
 
-    With metrics it prints as a report. If two sets of metrics have a value of the same
-    name, the name in the later set gets a prefix: ``binary_precision``, then
+    An evaluation with metrics prints as a report. If two metric sets have a value of
+    the same name, the name in the later set gets a prefix: ``binary_precision``, then
     ``binary_2_precision``, ``binary_3_precision``.
 
     Args:
-        values: Values that belong to no set of metrics, such as the loss.
-        sections: The values of each set of metrics.
+        values: Values that belong to no metric set, such as the loss.
+        sections: The values of each metric set, and their reports.
 
     Attributes:
-        sections: The values of each set of metrics, and their reports.
+        sections: The values of each metric set, and their reports.
 
     Example:
         >>> Evaluation({"loss": 0.5})
@@ -365,9 +379,9 @@ class Evaluation(dict[str, Any]):
     ) -> None:
         super().__init__(values)
         self.sections = tuple(sections)
-        self._alone = tuple(self)  # values of no section
+        self._unsectioned = tuple(self)  # names of the values without a section
         for section in self.sections:
-            _add_free(self, section, section.values)
+            _add_prefixed(self, section, section.values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values as Python numbers, lists and dicts.
@@ -376,8 +390,8 @@ class Evaluation(dict[str, Any]):
             >>> Evaluation({"support": np.array([1, 2])}).to_dict()
             {'support': [1, 2]}
         """
-        plain: dict[str, Any] = _json_values(self)
-        return plain
+        values: dict[str, Any] = _json_values(self)
+        return values
 
     def to_json(self) -> str:
         """Return the values as JSON; NaN and infinity become null.
@@ -394,12 +408,13 @@ class Evaluation(dict[str, Any]):
         """Return the values as a table.
 
         Args:
-            rows: "classes": a row for each class, label or column of the first set of
-                metrics that has any, with the values of all sets with the same names.
+            rows: "classes": a row for each class, label or column of the first metric
+                set that has any, with the values of all sets with the same names.
                 "all": one row with the single numbers. None: "classes" if possible.
 
         Raises:
-            OptionError: If pandas is missing, or the evaluation has no classes.
+            OptionError: If pandas is not installed, or `rows` is "classes" and the
+                evaluation has no classes.
         """
         try:
             import pandas as pd
@@ -409,41 +424,41 @@ class Evaluation(dict[str, Any]):
             ) from None
         if rows not in (None, "classes", "all"):
             raise OptionError(f'rows must be "classes", "all" or None, got {rows!r}')
-        with_some = [section for section in self.sections if section.columns]
-        if rows == "classes" and not with_some:
+        tabular = [section for section in self.sections if section.columns]
+        if rows == "classes" and not tabular:
             raise OptionError(
-                'this evaluation has no classes: use to_pandas(rows="all")'
+                'this evaluation has no classes; use to_pandas(rows="all")'
             )
-        if rows == "all" or not with_some:
+        if rows == "all" or not tabular:
             return pd.DataFrame([{k: v for k, v in self.items() if np.ndim(v) == 0}])
         columns: dict[str, Any] = {}
-        for section in with_some:
-            if section.names == with_some[0].names:
-                _add_free(columns, section, section.columns)
-        return pd.DataFrame(columns, index=pd.Index(with_some[0].names))
+        for section in tabular:
+            if section.names == tabular[0].names:
+                _add_prefixed(columns, section, section.columns)
+        return pd.DataFrame(columns, index=pd.Index(tabular[0].names))
 
     def plot(self, kind: str | None = None) -> "Figure":
-        """Draw pictures into a new figure, which notebooks show; `savefig` saves it.
+        """Draw plots into a new figure, which notebooks show and `savefig` saves.
 
         Args:
-            kind: "confusion_matrix", "roc", "precision_recall" or "reliability"; None:
-                all pictures of this evaluation.
+            kind: "confusion_matrix", "roc", "precision_recall" or "reliability". None:
+                all plots of this evaluation.
 
         Raises:
-            OptionError: If there is no such picture, or matplotlib is missing.
+            OptionError: If there is no such plot, or matplotlib is not installed.
         """
         pictures: dict[str, Any] = {}
         for section in self.sections:
-            _add_free(pictures, section, section.pictures)
+            _add_prefixed(pictures, section, section.pictures)
         if not pictures:
             raise OptionError(
-                "this evaluation has nothing to draw: evaluate with "
+                "this evaluation has nothing to plot; evaluate with "
                 'metrics="classification", "binary", "multilabel" or "calibration"'
             )
         if kind is not None and kind not in pictures:
             raise OptionError(
-                f"kind must be one of {', '.join(map(repr, pictures))}, the pictures "
-                f"of this evaluation, or None for all of them, got {kind!r}"
+                f"kind must be one of this evaluation's plots, "
+                f"{', '.join(map(repr, pictures))}, or None for all, got {kind!r}"
             )
         return plots.figure_of(
             [*pictures.values()] if kind is None else [pictures[kind]]
@@ -457,29 +472,29 @@ class Evaluation(dict[str, Any]):
         return as_html(self._blocks()) if self.sections else None
 
     def _blocks(self) -> Iterator[Text | TextTable]:
-        alone = [
+        rows = [
             (name, decimals(self[name]))
-            for name in self._alone
+            for name in self._unsectioned
             if isinstance(self[name], float | int)
         ]
-        if alone:
-            yield TextTable(alone)
+        if rows:
+            yield TextTable(rows)
         for section in self.sections:
             yield from section.blocks
 
 
-def _add_free(into: dict[str, Any], section: Section, values: Values) -> None:
+def _add_prefixed(into: dict[str, Any], section: Section, values: Values) -> None:
     """Add values; a name that is already used gets the section's kind as a prefix."""
     for name, value in values.items():
-        free, number = name, 1
-        while free in into:
+        unused, number = name, 1
+        while unused in into:
             prefix = section.kind if number == 1 else f"{section.kind}_{number}"
-            free, number = f"{prefix}_{name}", number + 1
-        into[free] = value
+            unused, number = f"{prefix}_{name}", number + 1
+        into[unused] = value
 
 
 def _json_values(value: Any, *, finite: bool = False) -> Any:
-    """Return numbers, lists and dicts; `finite`: NaN and infinity become None."""
+    """Convert to numbers, lists and dicts; `finite`: NaN and infinity become None."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
         if not finite:
@@ -490,5 +505,5 @@ def _json_values(value: Any, *, finite: bool = False) -> Any:
         }
     if isinstance(value, list | tuple):
         return [_json_values(item, finite=finite) for item in value]
-    unknown = finite and isinstance(value, float) and not math.isfinite(value)
-    return None if unknown else value
+    undefined = finite and isinstance(value, float) and not math.isfinite(value)
+    return None if undefined else value

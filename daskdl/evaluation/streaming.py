@@ -1,11 +1,11 @@
 """Metrics whose states merge exactly, and rates, areas and errors computed from them.
 
-Metrics of torchmetrics are used wherever they merge exactly; each class here says why
-it replaces a metric of torchmetrics. Rates and areas are float64; torchmetrics divides
-in float32, so 0.9 is 0.89999998.
+daskdl uses the metrics of torchmetrics that merge exactly; the docstrings here say why
+a class replaces one. Rates and areas are float64: torchmetrics divides in float32, so
+0.9 becomes 0.89999998. Rates are 0 instead of 0/0, as with scikit-learn's
+``zero_division=0``.
 
 Shape suffixes: N counted rows, K classes, labels or columns, T thresholds, M bins.
-Rates are 0 instead of 0/0, as with scikit-learn's ``zero_division=0``.
 """
 
 import math
@@ -30,7 +30,7 @@ Numbers = NDArray[np.float64]
 
 
 def divided(numerator: Counts, denominator: Counts) -> Numbers:
-    """Divide; 0/0 is 0."""
+    """Divide counts elementwise; 0/0 is 0."""
     return np.divide(
         numerator,
         denominator,
@@ -49,7 +49,7 @@ def rates(hits_K: Counts, predicted_K: Counts, support_K: Counts) -> dict[str, N
 
 
 def share(count: int, total: int) -> float:
-    """Divide counts; NaN if `total` is 0."""
+    """Return the share of a total; NaN if the total is 0."""
     return int(count) / int(total) if total else math.nan
 
 
@@ -62,25 +62,25 @@ def mean_of(values: Numbers, counted: NDArray[np.bool_]) -> float:
 def matthews(confusion_KK: Counts) -> float:
     """Compute Matthews' correlation coefficient.
 
-    Replaces torchmetrics, which returns 1 or -1 instead of 0 for constant labels.
+    Replaces that of torchmetrics, which is 1 or -1 instead of 0 for constant labels.
     """
-    # Python integers: the products exceed 2**63 above three billion rows.
+    # Python integers: above three billion rows, the products exceed 2**63.
     support = [int(n) for n in confusion_KK.sum(axis=1)]
     predicted = [int(n) for n in confusion_KK.sum(axis=0)]
-    total, right = sum(support), int(np.trace(confusion_KK))
-    both = sum(a * b for a, b in zip(support, predicted, strict=True))
+    total, correct = sum(support), int(np.trace(confusion_KK))
+    chance = sum(a * b for a, b in zip(support, predicted, strict=True))
     spread = (total**2 - sum(n * n for n in support)) * (
         total**2 - sum(n * n for n in predicted)
     )
-    return (right * total - both) / math.sqrt(spread) if spread else 0.0
+    return (correct * total - chance) / math.sqrt(spread) if spread else 0.0
 
 
-POINTS = 101  # per curve; a picture shows fewer
+POINTS = 101  # of a curve, more than a figure can show
 MASKED = -1  # replaces a label that does not count
 
 
 class ThresholdCounts(NamedTuple):
-    """Numbers of examples with scores at or above falling thresholds, each (T + 1,)."""
+    """Number of examples with scores at or above falling thresholds, (T + 1,) each."""
 
     others: Counts  # examples of other classes
     hits: Counts  # examples of the class
@@ -89,9 +89,10 @@ class ThresholdCounts(NamedTuple):
 def counts_at_thresholds(
     scores_N: Numbers, hit_N: NDArray[np.bool_]
 ) -> ThresholdCounts:
-    """Count at each distinct score.
+    """Count the examples at or above each distinct score.
 
-    Points inside a straight segment of the ROC curve are left out; areas do not change.
+    Points on a straight segment of the ROC curve are left out, because they do not
+    change the areas.
     """
     if not len(scores_N):
         return ThresholdCounts(np.zeros(1, np.int64), np.zeros(1, np.int64))
@@ -105,43 +106,44 @@ def counts_at_thresholds(
     return ThresholdCounts(np.append(0, last + 1 - hits), np.append(0, hits))
 
 
-def _counts_of_each(scores: Any, targets: Any, columns: int) -> list[ThresholdCounts]:
-    if not len(scores):  # no rows
+def _counts_by_column(scores: Any, targets: Any, columns: int) -> list[ThresholdCounts]:
+    """Return exact counts from the states of a torchmetrics curve."""
+    if not len(scores):
         return [counts_at_thresholds(np.zeros(0), np.zeros(0, bool))] * columns
     scores_NK = dim_zero_cat(scores).reshape(-1, columns).numpy()
     targets = dim_zero_cat(targets).numpy()
 
-    def steps(k: int) -> ThresholdCounts:
+    def counts_of(k: int) -> ThresholdCounts:
         if targets.ndim == 1:
             return counts_at_thresholds(scores_NK[:, k].copy(), targets == k)
         counted = targets[:, k] != MASKED
         return counts_at_thresholds(scores_NK[counted, k], targets[counted, k] == 1)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # sorting needs no Python lock
-        return list(pool.map(steps, range(columns)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # sorting releases the GIL
+        return list(pool.map(counts_of, range(columns)))
 
 
 class ClassCurves(MulticlassPrecisionRecallCurve):
-    """Exact counts from the states of torchmetrics: all scores and class indices."""
+    """Exact counts from all scores and class indices, which the base class gathers."""
 
     @override
     def compute(self) -> list[ThresholdCounts]:  # type: ignore[override]
-        return _counts_of_each(self.preds, self.target, self.num_classes)
+        return _counts_by_column(self.preds, self.target, self.num_classes)
 
 
 class LabelCurves(MultilabelPrecisionRecallCurve):
-    """Exact counts from all scores and all labels, which are 0, 1 or `MASKED`."""
+    """`ClassCurves` for labels 0, 1 and `MASKED`."""
 
     @override
     def compute(self) -> list[ThresholdCounts]:  # type: ignore[override]
-        return _counts_of_each(self.preds, self.target, self.num_labels)
+        return _counts_by_column(self.preds, self.target, self.num_labels)
 
 
 class BinnedCurves(Metric):
     """Counts of scores between thresholds, of the class and of all other classes.
 
-    Replaces torchmetrics, which compares each score with each threshold, 70 times
-    slower.
+    Replaces the curves of torchmetrics, which compare each score with each threshold
+    and take 70 times as long.
     """
 
     full_state_update = False
@@ -157,35 +159,38 @@ class BinnedCurves(Metric):
     def update(self, scores_NK: Tensor, targets: Tensor) -> None:
         """Add rows; targets are class indices (N,), or labels (N, K)."""
         _, columns, thresholds = self.shape
-        each = torch.arange(columns)
-        hit = targets[:, None] == each if targets.ndim == 1 else targets == 1
+        column = torch.arange(columns)
+        hit = targets[:, None] == column if targets.ndim == 1 else targets == 1
         edges = torch.linspace(0, 1, thresholds, dtype=scores_NK.dtype)
         bins = torch.bucketize(scores_NK.contiguous(), edges, right=True) - 1
-        place = bins + (each + hit * columns) * thresholds
-        counted = place[targets != MASKED] if targets.ndim == 2 else place.flatten()
+        index = bins + (column + hit * columns) * thresholds
+        counted = index[targets != MASKED] if targets.ndim == 2 else index.flatten()
         counts = torch.bincount(counted, minlength=self.counts.numel())
         self.counts += counts.reshape(self.shape)
 
     @override
     def compute(self) -> list[ThresholdCounts]:
-        falling = self.counts.flip(-1).cumsum(-1).numpy()
-        padded = np.pad(falling, ((0, 0), (0, 0), (1, 0)))
-        return [ThresholdCounts(*both) for both in padded.transpose(1, 0, 2)]
+        counts = self.counts.flip(-1).cumsum(-1).numpy()
+        padded = np.pad(counts, ((0, 0), (0, 0), (1, 0)))
+        return [
+            ThresholdCounts(others, hits) for others, hits in padded.transpose(1, 0, 2)
+        ]
 
 
-def areas_and_curves(each: list[ThresholdCounts]) -> dict[str, Any]:
+def areas_and_curves(columns: list[ThresholdCounts]) -> dict[str, Any]:
     """Return areas and curves of all classes or labels by name, NaN where undefined."""
-    names = [f"{area}_per_class" for area in ("roc_auc", "average_precision")]
-    names += ["roc_curves", "precision_recall_curves"]
-    columns = zip(*(_area_and_curve(*counts) for counts in each), strict=True)
-    return dict(zip(names, map(np.array, columns), strict=True))
+    by_column = [_areas_and_curves(*counts) for counts in columns]
+    return {
+        name: np.array([values[name] for values in by_column]) for name in by_column[0]
+    }
 
 
-def _area_and_curve(others: Counts, hits: Counts) -> tuple[Any, ...]:
+def _areas_and_curves(others: Counts, hits: Counts) -> dict[str, Any]:
+    """Return areas and curves of one class or label."""
     area = average = math.nan
     roc = precision_recall = np.full((2, POINTS), np.nan)
     if others[-1] and hits[-1]:
-        # Integers, so the area is exact for any number of steps.
+        # Integers, so the area is exact for any number of thresholds.
         twice = np.sum(np.diff(others) * (hits[1:] + hits[:-1]))
         area = float(twice / 2 / (float(others[-1]) * float(hits[-1])))
         roc = _thinned(np.stack([others / others[-1], hits / hits[-1]]))
@@ -194,7 +199,12 @@ def _area_and_curve(others: Counts, hits: Counts) -> tuple[Any, ...]:
         precision = np.where(predicted > 0, hits / np.maximum(predicted, 1), 1.0)
         average = float(np.sum(np.diff(recall) * precision[1:]))
         precision_recall = _thinned(np.stack([recall, precision]))
-    return area, average, roc, precision_recall
+    return {
+        "roc_auc_per_class": area,
+        "average_precision_per_class": average,
+        "roc_curves": roc,
+        "precision_recall_curves": precision_recall,
+    }
 
 
 def _thinned(curve_2T: Numbers) -> Numbers:
@@ -202,16 +212,16 @@ def _thinned(curve_2T: Numbers) -> Numbers:
     count = curve_2T.shape[1]
     if count <= POINTS:
         return np.pad(curve_2T, ((0, 0), (0, POINTS - count)), mode="edge")
-    along = np.append(0.0, np.cumsum(np.abs(np.diff(curve_2T)).sum(axis=0)))
-    wanted = np.linspace(0, along[-1], POINTS)
-    return curve_2T[:, np.minimum(np.searchsorted(along, wanted), count - 1)]
+    distance = np.append(0.0, np.cumsum(np.abs(np.diff(curve_2T)).sum(axis=0)))
+    even = np.linspace(0, distance[-1], POINTS)
+    return curve_2T[:, np.minimum(np.searchsorted(distance, even), count - 1)]
 
 
 class ErrorMoments(Metric):
     """Errors, means, squares and products of predictions and labels, by column.
 
-    Replaces torchmetrics, which cannot mask columns, and loses digits of labels that
-    are tiny or far from 0.
+    Replaces the metrics of torchmetrics, which cannot mask columns and lose digits of
+    labels that are tiny or far from 0.
     """
 
     full_state_update = False
@@ -219,26 +229,26 @@ class ErrorMoments(Metric):
 
     def __init__(self, columns: int) -> None:
         super().__init__()
-        none = torch.zeros(8, columns, dtype=torch.float64)
-        self.add_state("moments", none, dist_reduce_fx=_merged)
+        empty = torch.zeros(8, columns, dtype=torch.float64)
+        self.add_state("moments", empty, dist_reduce_fx=_merged)
 
     @override
     def update(self, predictions_NK: Tensor, labels_NK: Tensor) -> None:
         """Add rows, float64; NaN labels do not count."""
         counted = ~torch.isnan(labels_NK)
-        p, y = (torch.where(counted, each, 0) for each in (predictions_NK, labels_NK))
+        p, y = (torch.where(counted, rows, 0) for rows in (predictions_NK, labels_NK))
         mean_p, mean_y = _mean(p, counted), _mean(y, counted)
         error, from_p, from_y = p - y, (p - mean_p) * counted, (y - mean_y) * counted
         terms = (error**2, error.abs(), from_p**2, from_y**2, from_p * from_y)
-        sums = [term.sum(dim=0) for term in (counted.double(), *terms)]
-        moments = torch.stack([sums[0], mean_p, mean_y, *sums[1:]])
+        sums = [term.sum(dim=0) for term in terms]
+        moments = torch.stack([counted.double().sum(dim=0), mean_p, mean_y, *sums])
         self.moments = _merged(torch.stack([self.moments, moments]))
 
     @override
     def compute(self) -> tuple[Counts, dict[str, Numbers]]:
         """Return counts, and errors, R2 and correlation by name, NaN where undefined.
 
-        R2 of constant labels is 1 without an error, else 0, as in scikit-learn.
+        For constant labels, R2 is 1 if all errors are 0, else 0, as in scikit-learn.
         """
         counted, _, _, squared, absolute, pp, yy, py = self.moments.numpy()
         count = np.where(counted, counted, np.nan)
@@ -258,8 +268,9 @@ class ErrorMoments(Metric):
 def _merged(moments_P8K: Tensor) -> Tensor:
     """Merge the moments of P sets of rows.
 
-    Moments are the number of rows, the means of predictions and labels, the sums of
-    squared and absolute errors, and the sums of squares and products around the means.
+    The 8 moments are the number of rows, the means of predictions and labels, the sums
+    of squared and absolute errors, and the sums of squares and products of the
+    deviations from the means.
     """
     count, p, y = moments_P8K[:, :3].unbind(dim=1)
     mean_p, mean_y = _mean(p, count), _mean(y, count)
@@ -271,7 +282,7 @@ def _merged(moments_P8K: Tensor) -> Tensor:
 
 
 def _mean(values_NK: Tensor, weights_NK: Tensor) -> Tensor:
-    """Average over N, 0 without weights; exact if all counted values are equal."""
+    """Average over N; 0 without weights, and exact if all counted values are equal."""
     offset = values_NK.gather(0, (weights_NK > 0).int().argmax(dim=0, keepdim=True))[0]
     total = ((values_NK - offset) * weights_NK).sum(dim=0)
     return offset + total / weights_NK.sum(dim=0).clamp_min(1)
@@ -280,56 +291,57 @@ def _mean(values_NK: Tensor, weights_NK: Tensor) -> Tensor:
 class ReliabilityBins(Metric):
     """Counts of predictions by confidence, in bins of equal width.
 
-    Replaces torchmetrics, which keeps every confidence and has no errors per class.
+    Replaces that of torchmetrics, which keeps every confidence and has no errors per
+    class.
     """
 
     full_state_update = False
     counts: Tensor  # (2, K, M), int64: all predictions, correct predictions
     confidences: Tensor  # (K, M), float64, summed
 
-    def __init__(self, kinds: int, bins: int) -> None:
+    def __init__(self, columns: int, bins: int) -> None:
         super().__init__()
-        self.kinds, self.bins = kinds, bins
-        none = torch.zeros(2, kinds, bins, dtype=torch.int64)
-        self.add_state("counts", none, dist_reduce_fx="sum")
-        self.add_state("confidences", none[0].double(), dist_reduce_fx="sum")
+        self.columns, self.bins = columns, bins
+        empty = torch.zeros(2, columns, bins, dtype=torch.int64)
+        self.add_state("counts", empty, dist_reduce_fx="sum")
+        self.add_state("confidences", empty[0].double(), dist_reduce_fx="sum")
 
     @override
-    def update(self, confidence_NK: Tensor, right_NK: Tensor) -> None:
+    def update(self, confidence_NK: Tensor, correct_NK: Tensor) -> None:
         """Add predictions; confidences are float64 from 0 to 1."""
         edges = torch.linspace(0, 1, self.bins + 1, dtype=confidence_NK.dtype)[1:-1]
         bins = torch.bucketize(confidence_NK.contiguous(), edges, right=True)
-        place = bins + torch.arange(self.kinds) * self.bins
+        index = bins + torch.arange(self.columns) * self.bins
         shape = self.confidences.shape
-        for i, chosen in enumerate((place.flatten(), place[right_NK])):
-            count = torch.bincount(chosen, minlength=shape.numel())
+        for i, counted in enumerate((index.flatten(), index[correct_NK])):
+            count = torch.bincount(counted, minlength=shape.numel())
             self.counts[i] += count.reshape(shape)
         self.confidences += torch.bincount(
-            place.flatten(), confidence_NK.flatten(), minlength=shape.numel()
+            index.flatten(), confidence_NK.flatten(), minlength=shape.numel()
         ).reshape(shape)
 
     @override
     def compute(self) -> dict[str, Any]:
         """Return errors (K,) and values per bin (K, M), NaN for empty bins."""
-        count, right = self.counts.numpy()
+        count, correct = self.counts.numpy()
         confidence = self.confidences.numpy()
+        error = np.abs(correct - confidence)
         with np.errstate(invalid="ignore"):  # 0/0 of an empty bin
-            mean, accuracy = confidence / count, right / count
-            off = np.abs(right - confidence)
-            largest = np.nan_to_num(off / count, nan=-1.0).max(axis=1)
+            largest = np.nan_to_num(error / count, nan=-1.0).max(axis=1)
             return {
-                "ece": off.sum(axis=1) / count.sum(axis=1),
+                "ece": error.sum(axis=1) / count.sum(axis=1),
                 "mce": np.where(largest < 0, np.nan, largest),
                 "bin_count": count,
-                "bin_confidence": mean,
-                "bin_accuracy": accuracy,
+                "bin_confidence": confidence / count,
+                "bin_accuracy": correct / count,
             }
 
 
 class ExactMatch(Metric):
     """Number of rows whose unmasked labels are all correct.
 
-    Replaces torchmetrics, which up to 1.7.1 counts rows with a masked label as wrong.
+    Replaces that of torchmetrics, which up to 1.7.1 counts rows with a masked label as
+    incorrect.
     """
 
     full_state_update = False
@@ -338,17 +350,17 @@ class ExactMatch(Metric):
     def __init__(self, threshold: float) -> None:
         super().__init__()
         self.threshold = threshold
-        none = torch.zeros(2, dtype=torch.int64)
-        self.add_state("counts", none, dist_reduce_fx="sum")
+        empty = torch.zeros(2, dtype=torch.int64)
+        self.add_state("counts", empty, dist_reduce_fx="sum")
 
     @override
     def update(self, scores_NK: Tensor, labels_NK: Tensor) -> None:
         """Add rows; masked scores are 0, rows with only masked labels do not count."""
-        right = (scores_NK > self.threshold) == (labels_NK == 1)
-        right_N = right.all(dim=1)[(labels_NK != MASKED).any(dim=1)]
-        self.counts += torch.tensor([int(right_N.sum()), len(right_N)])
+        correct_NK = (scores_NK > self.threshold) == (labels_NK == 1)
+        correct_N = correct_NK.all(dim=1)[(labels_NK != MASKED).any(dim=1)]
+        self.counts += torch.tensor([int(correct_N.sum()), len(correct_N)])
 
     @override
     def compute(self) -> tuple[int, int]:
-        right, rows = self.counts.tolist()
-        return right, rows
+        correct, rows = self.counts.tolist()
+        return correct, rows

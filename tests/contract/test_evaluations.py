@@ -304,12 +304,16 @@ WITH_NAN = np.where(np.arange(ROWS)[:, None] == 50, np.nan, X[:, :3])
         ({"loss": nn.NLLLoss(reduction="none")}, ModelError, r"got shape \(2,\)"),
         ({"batch_size": 2.5}, OptionError, "batch_size must be .* got 2.5"),
         ({"client": "tcp://"}, OptionError, "client must be a distributed.Client"),
-        ({"loss": None, "y": X}, OptionError, "nothing to measure without loss"),
+        (
+            {"loss": None, "y": X},
+            OptionError,
+            "there is nothing to measure",
+        ),
         ({"y": None, "metrics": "classification"}, DataError, "y must be given"),
         (
             {"loss": None, "y": None, "metrics": "classification"},
             DataError,
-            "metrics need labels: pass y",
+            "metrics need labels; pass y",
         ),
         ({"y": Y + 1}, DataError, r"y\[\d+\] is 3"),
         (

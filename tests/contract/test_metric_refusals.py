@@ -40,20 +40,20 @@ INDICES = of(4, dtype=torch.int64)
 SHAPES = {
     "labels of floats": (
         *(ClassificationMetrics(), of(4, 3), of(4)),
-        'integers, got torch.float32 of shape (4,): for labels 0 and 1 use "binary"',
+        'got torch.float32 of shape (4,); for labels 0 and 1 use "binary"',
     ),
     "one score": (
         *(ClassificationMetrics(), of(4, 1), INDICES),
-        "2 classes or more, along dimension 1, as (B, C) or (B, C, T) for labels (B,) "
-        "or (B, T); got outputs (4, 1) for labels (4,)",
+        "2 or more classes along dimension 1, (B, C) or (B, C, T) for labels (B,) or "
+        "(B, T), got outputs (4, 1) for labels (4,)",
     ),
     "three scores": (
         *(BinaryMetrics(), of(4, 3), INDICES),
-        'got outputs (4, 3) for labels (4,): for more classes use "classification"',
+        'got outputs (4, 3) for labels (4,); for several classes use "classification"',
     ),
     "one score of many": (
         *(MultilabelMetrics(), of(4, 3), INDICES),
-        "got outputs (4, 3) for labels (4,): for one class of each row use",
+        "got outputs (4, 3) for labels (4,); for one class per row use",
     ),
     "other columns": (
         *(RegressionMetrics(), of(4, 2), of(4, 3)),
@@ -62,7 +62,7 @@ SHAPES = {
     ),
     "neither": (
         *(CalibrationMetrics(), of(4, 3), of(4, 2)),
-        "two class scores, as (B, 2); got outputs (4, 3) for labels (4, 2)",
+        "the scores of two classes, (B, 2), got outputs (4, 3) for labels (4, 2)",
     ),
     **{
         f"names of {type(metrics).__name__}": (
@@ -97,20 +97,25 @@ def test_anything_but_one_tensor_is_refused(kind):
     sample = sample_of(of(4, 2), INDICES)
 
     with pytest.raises(
-        ModelError, match=r"need output of one tensor, got {'a': .}: ch"
+        ModelError, match=r"output must be a single tensor, got {'a': .}; se"
     ):
         kind().collection(sample._replace(output={"a": of(4, 2)}))
-    with pytest.raises(DataError, match="need labels of one tensor, got NoneType"):
+    with pytest.raises(DataError, match="labels must be a single tensor, got NoneType"):
         kind().collection(sample._replace(y=None))
 
 
 INFINITE, MISSING = (torch.tensor([0.0, 0.0, x, 0.0]) for x in (float("inf"), NAN))
 ROWS = {
-    "too high": (ClassificationMetrics, of(2, 3), [0, 3], "0 to 2, got 3 (1 such)"),
-    "negative": (CalibrationMetrics, of(2, 3), [-1, -1], "0 to 2, got -1 (2 such)"),
-    "half": (BinaryMetrics, of(2), [0.5, 1], "0 or 1, got 0.5 (1 such)"),
-    "NaN": (MultilabelMetrics, of(2, 1), [[NAN], [1]], "0 or 1, got nan (1 such)"),
-    "minus": (MultilabelMetrics, of(2, 1), [[-1], [1]], "give the label that does not"),
+    "too high": (ClassificationMetrics, of(2, 3), [0, 3], "0 to 2, got 3 (1 invalid)"),
+    "negative": (CalibrationMetrics, of(2, 3), [-1, -1], "0 to 2, got -1 (2 invalid)"),
+    "half": (BinaryMetrics, of(2), [0.5, 1], "0 or 1, got 0.5 (1 invalid)"),
+    "NaN": (MultilabelMetrics, of(2, 1), [[NAN], [1]], "0 or 1, got nan (1 invalid)"),
+    "minus": (
+        MultilabelMetrics,
+        of(2, 1),
+        [[-1], [1]],
+        "or mask the label with ignore=",
+    ),
     "no number": (RegressionMetrics, of(2), [NAN, 1.0], "1 labels are NaN or infinite"),
     **{
         f"outputs of {kind.__name__}": (
@@ -153,18 +158,20 @@ def test_only_rounding_may_take_a_probability_out_of_range():
     values = measured(BinaryMetrics(), sample, output, y)
 
     assert values["confusion_matrix"].tolist() == [[1, 0], [0, 1]]
-    with pytest.raises(ModelError, match=r"must be probabilities.* got -3.25 instead"):
+    with pytest.raises(
+        ModelError, match=r"must be probabilities.* -3.25 is not a prob"
+    ):
         measured(BinaryMetrics(), sample, torch.tensor([-3.25, 4.0]), y)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ClassificationMetrics(top=1), "top must be 2 or more, got 1: 1 is ac"),
-        (lambda: ClassificationMetrics(thresholds=1), "thresholds must be 2 or more"),
+        (lambda: ClassificationMetrics(top=1), "top must be >= 2, got 1; top-1 acc"),
+        (lambda: ClassificationMetrics(thresholds=1), "thresholds must be >= 2"),
         (lambda: BinaryMetrics(threshold=-0.1), r"in \[0, 1\), got -0.1"),
         (lambda: MultilabelMetrics(threshold=1.0), r"in \[0, 1\), got 1.0"),
-        (lambda: CalibrationMetrics(bins=0), "bins must be 1 or more, got 0"),
+        (lambda: CalibrationMetrics(bins=0), "bins must be >= 1, got 0"),
     ],
 )
 def test_options_outside_their_range_are_refused(make, message):
@@ -183,26 +190,29 @@ def evaluated(metrics):
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ("accurcy", "by name are 'accuracy', .* 'accurcy': did you mean 'accuracy'"),
-        ("neg_mean_squared_error", "did you mean 'mse'.* For other metrics, pass a f"),
-        ("top_0_accuracy", "got 'top_0_accuracy': did you mean 'top_5_accuracy'?"),
+        ("accurcy", "by name are 'accuracy', .* 'accurcy'; did you mean 'accuracy'"),
+        ("neg_mean_squared_error", "did you mean 'mse'.* For any other metric, pass a"),
+        ("top_0_accuracy", "got 'top_0_accuracy'; did you mean 'top_5_accuracy'?"),
         (
             "perplexity",
-            r"the presets 'classification', .* got 'perplexity': For other",
+            r"the presets 'classification', .* got 'perplexity'. For any",
         ),
-        ("specificity", "not defined for outputs .* these are: accuracy, balanced_acc"),
+        ("specificity", "not defined for outputs .* use one of accuracy, balanced"),
         ("exact_match", "'exact_match' is not defined for outputs"),
         (7, "metrics must be a name such as 'accuracy', a function .* got 7"),
         ([], r"metrics must be a name such as 'accuracy', .* got \[\]"),
         (MeanSquaredError, "got the class MeanSquaredError; create one"),
         ({"a": 7}, r"metrics\['a'\] must be a function f\(y_true, y_pred\), .* got 7"),
-        ({3: MeanMetric()}, r"metrics\[3\] must be .* by a name"),
-        (make_scorer(f1_score), "got the scorer .* pass its function, such as"),
+        ({3: MeanMetric()}, r"metrics\[3\] must be .* under a name"),
+        (make_scorer(f1_score), "a scorer calls .* pass the scorer's function"),
         (
             [f1_score, f1_score],
             "two metrics are named 'f1_score'; .*{'a': f1_score, 'b'",
         ),
-        (lambda y_true, y_pred: y_pred.mode(), "metric '<lambda>' failed on 3 labels"),
+        (
+            lambda y_true, y_pred: y_pred.mode(),
+            "metric '<lambda>' failed on labels of shape",
+        ),
         ([MeanMetric(), MeanMetric()], "two metrics are named 'MeanMetric'; give"),
         ({"loss": MeanMetric()}, "must not include the name 'loss'"),
         (Running(MeanMetric(), 3), r"metrics\['Running'\] depends on the order"),

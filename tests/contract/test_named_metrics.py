@@ -204,9 +204,7 @@ def test_parts_of_rows_are_gathered_up_to_a_bound(monkeypatch):
 
     assert values["max_error"] == pytest.approx(np.abs(x - y).max())
     monkeypatch.setattr("daskdl.evaluation.metric_names.GATHERED_BYTES", 16 * ROWS - 1)
-    with pytest.raises(
-        DataError, match=r"functions get all labels .* more than .* GiB"
-    ):
+    with pytest.raises(DataError, match=r"receive all labels .* more than .* GiB"):
         evaluate(source, None, sk.max_error, SQUARES)
 
 
@@ -257,12 +255,12 @@ class TestOutputs:
         ("output", "labels", "metrics", "message"),
         [
             (tuple(OUTPUT.values()), LABELS, {0: "accuracy"}, "labels are {'kind': ."),
-            (OUTPUT, LABELS, "accuracy", "choose one of several by its name, metrics="),
+            (OUTPUT, LABELS, "accuracy", "select one of several by name: metrics="),
             (
                 OUTPUT,
                 LABELS,
                 {"sizes": "r2"},
-                "outputs are {'kind': ., 'size': .}: use",
+                "outputs are {'kind': ., 'size': .}; use",
             ),
             (SCORES, Y, {"kind": "f1"}, "outputs are one Tensor"),
             (OUTPUT, LABELS["kind"], {"kind": "mse"}, "compare numbers, got scores of"),

@@ -61,7 +61,7 @@ yak       0.0000  0.0000  0.0000        -           -        0          0
 
 Never predicted: owl
 
-Without a label and never predicted, left out of every mean: yak
+Without labels and never predicted, so left out of all means: yak
 
 Confusion matrix (row: actual, column: predicted):
 
@@ -88,7 +88,7 @@ label  accuracy  precision  recall      F1  ROC AUC  avg. prec.  support  predic
 red      0.6667     0.5000  1.0000  0.6667   0.7500      0.5000        1          2
 wide     1.0000     0.0000  0.0000  0.0000        -           -        0          0
 
-Without a label and never predicted, left out of every mean: wide"""
+Without labels and never predicted, so left out of all means: wide"""
 
 ERROR_REPORT = """\
 loss  0.2500
@@ -100,7 +100,7 @@ column     MSE     MAE    RMSE       R2  Pearson  values
 1       1.6667  1.0000  1.2910  -1.5000        -       3
 mean    1.0000  0.6667  0.9342  -0.5000   0.9820       6
 
-Pearson is not defined where labels or predictions do not vary: 1"""
+Pearson is undefined for constant labels or predictions: 1"""
 
 USER_REPORT = """\
 loss  0.2500
@@ -192,7 +192,9 @@ class TestReport:
 
         assert "lowest" not in str(many(20))
         assert "Confusion matrix" not in report
-        table = report.split("The 10 classes with the lowest F1, of those with labels:")
+        table = report.split(
+            "The 10 classes with the lowest F1 among those with labels:"
+        )
         shown = [int(line.split()[0]) for line in table[1].strip().splitlines()[1:11]]
         f1 = evaluation["f1_per_class"]
         assert sorted(f1[shown]) == sorted(f1)[:10]
@@ -300,11 +302,11 @@ def test_pictures_show_the_values(three):
 @pytest.mark.parametrize(
     ("show", "hidden", "message"),
     [
-        (lambda e: e.plot("reliability"), None, "one of 'confusion_matrix', 'roc', 'p"),
+        (lambda e: e.plot("reliability"), None, "plots, 'confusion_matrix', 'roc', 'p"),
         (
             lambda e: Evaluation({"loss": 1.0}).plot(),
             None,
-            "this evaluation has nothing to draw",
+            "this evaluation has nothing to plot",
         ),
         (lambda e: e.plot(), "matplotlib.figure", r"pip install 'daskdl\[plots\]"),
         (lambda e: e.to_pandas("columns"), None, "\"all\" or None, got 'columns'"),
@@ -337,4 +339,4 @@ def test_curves_that_are_not_defined_are_left_out(value):
     assert axes.get_legend() is None
     assert len(axes.lines) == 1  # that of chance
     rest = ["yes", "no"][value]
-    assert f"No label is {rest}: ROC AUC is not defined" in str(evaluation)
+    assert f"No label is {rest}, so ROC AUC is undefined" in str(evaluation)

@@ -269,8 +269,8 @@ def updates(monkeypatch):
 @pytest.mark.parametrize(
     ("limit", "value", "rows"),
     [
-        ("GATHERED_ROWS", 32, [40, 40, 21]),
-        ("GATHERED_BYTES", 20 * 2 * 3 * 4, [20] * 5 + [1]),  # both, of 20 rows
+        ("UPDATE_ROWS", 32, [40, 40, 21]),
+        ("UPDATE_BYTES", 20 * 2 * 3 * 4, [20] * 5 + [1]),  # both, of 20 rows
     ],
 )
 def test_updates_collect_batches_up_to_a_limit(
@@ -311,7 +311,7 @@ def test_short_floats_become_float32(updates):
 @pytest.mark.parametrize("gathered", [1, 4096])
 def test_logits_are_logits_however_rows_are_cut(batch_size, gathered, monkeypatch):
     """Torchmetrics takes scores for logits if one at hand is not in [0, 1]."""
-    monkeypatch.setattr(metric_state, "GATHERED_ROWS", gathered)
+    monkeypatch.setattr(metric_state, "UPDATE_ROWS", gathered)
     scores = torch.tensor([0.1, 0.2, 0.4, 0.6, 3.0, 0.3, 0.2, 0.1])
     labels = torch.tensor([0, 1, 0, 1, 1, 0, 1, 1])
 
@@ -341,7 +341,7 @@ def test_rows_that_a_metric_refuses_are_named():
     "metrics", ["classification", MulticlassAccuracy(3)], ids=["preset", "own"]
 )
 def test_scores_that_are_no_numbers_are_an_error_that_says_where(metrics, monkeypatch):
-    monkeypatch.setattr(metric_state, "GATHERED_ROWS", 50)
+    monkeypatch.setattr(metric_state, "UPDATE_ROWS", 50)
     scores = SCORES.clone()
     scores[[60, 61], [0, 2]] = np.nan
 
@@ -352,5 +352,7 @@ def test_scores_that_are_no_numbers_are_an_error_that_says_where(metrics, monkey
 
 
 def test_metrics_that_cannot_be_computed_are_an_error():
-    with pytest.raises(DataError, match=r"could not be computed .* two samples"):
+    with pytest.raises(
+        DataError, match=r"failed when computed from all rows.* two samples"
+    ):
         evaluate(R2Score(), SCORES[:1, 0], SCORES[:1, 0])

@@ -1,7 +1,7 @@
 """Predicts the speed of several workers from the costs of a step of one replica.
 
-Exchanges, requests, the link and shared cores add up to the length of a step. Pure
-functions: nothing is measured or sent.
+The step time follows from exchanges, requests, the link and shared cores. These are
+pure functions, which neither measure nor send anything.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.pace import UNSENT_BYTES
 
 UNITS = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
-ROUNDS = 100  # most iterations of the length of a step and the requests in it
-SETTLED = 1.00001  # growth that ends the iteration
-MADE = 10**6  # steps made, for `ExchangePace.interval`: late in a fit
+MOST_ITERATIONS = 100  # of the step time and the requests in a step
+CONVERGED = 1.00001  # growth that ends the iteration
+STEPS_BEFORE = 10**6  # so many that the exchange interval no longer grows
 MEASURED_EVERY = 16  # steps between measured exchanges, if the master chooses them
-GOOD = 0.9  # least efficiency at which nothing but "compute" is the limit
+HIGH_EFFICIENCY = 0.9  # least efficiency at which "compute" is the limit
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Network:
     """The network of a cluster with one worker on each machine.
 
     Args:
-        bandwidth_bits_per_s: Bandwidth of each machine's link in each direction, also
-            of the scheduler's; bits per second, > 0. `math.inf` is no limit.
+        bandwidth_bits_per_s: Bandwidth of each machine's link, including the
+            scheduler's, in each direction; bits per second, > 0. `math.inf`: no limit.
         latency_s: One-way latency between machines, seconds, >= 0.
 
     Raises:
@@ -60,7 +60,7 @@ class Network:
             raise OptionError(f"latency_s must be seconds >= 0, got {latency_s!r}")
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds for which a number of bytes occupies a link."""
+        """Return how long the transfer of a number of bytes takes, without latency."""
         return 8 * nbytes / self.bandwidth_bits_per_s
 
     def __str__(self) -> str:
@@ -69,26 +69,26 @@ class Network:
         return f"{rate / size:g} {unit}, {1e3 * self.latency_s:g} ms one way"
 
 
-# Processes of one machine: sending costs CPU time only.
+# Between processes on one machine, sending costs CPU time only.
 HERE = Network(math.inf, 0.0)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Mean costs of one replica, seconds; an update is all frames of an exchange.
+    """Mean costs of one replica; an update consists of all frames of an exchange.
 
     Attributes:
-        rows: Rows of a step.
-        parameters: Trainable parameters.
-        threads: Threads of torch.
-        gradients_s: Forward and backward pass.
-        optimizer_s: Optimizer step.
-        encode_s: Exchange: finding, encoding and committing an update.
-        apply_s: Applying one update of another replica, in the training thread.
-        decode_s: Decoding one update of another replica, on the event loop.
-        request_s: One request, at either end, on the event loop.
-        item_s: Each further update in a request, at either end, on the event loop.
-        update_bytes: Bytes of an update.
+        rows: Number of rows in a step.
+        parameters: Number of trainable parameters.
+        threads: Number of torch threads.
+        gradients_s: Forward and backward pass of a step, seconds.
+        optimizer_s: Optimizer step, seconds.
+        encode_s: Finding, encoding and committing an update, seconds.
+        apply_s: Applying one update of another replica in the training thread, seconds.
+        decode_s: Decoding one update of another replica on the event loop, seconds.
+        request_s: One request on the event loop, at either end, seconds.
+        item_s: Each further update in a request, at either end, seconds.
+        update_bytes: Size of an update, bytes.
         density: Entries sent / parameters.
         adaptive: Whether the optimizer is adaptive, as Adam is.
     """
@@ -109,7 +109,7 @@ class Costs:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step without any exchange."""
+        """Time of a step without an exchange, seconds."""
         return self.gradients_s + self.optimizer_s
 
 
@@ -119,9 +119,10 @@ class Measured:
 
     Attributes:
         alone: Costs of one process.
-        cores: Cores of this machine.
-        together: Mean costs of several processes that measured at once, or None.
-        processes: Number of processes in `together`; 1 without.
+        cores: Number of cores of this machine.
+        together: Mean costs of several processes that measured at the same time, or
+            None.
+        processes: Number of processes in `together`, or 1.
     """
 
     alone: Costs
@@ -131,32 +132,34 @@ class Measured:
 
     @property
     def most_at_once(self) -> int:
-        """The number of processes that have cores for all their threads."""
+        """Number of processes that can run with a core for each thread, >= 1."""
         return max(1, self.cores // self.alone.threads)
 
     def here(self, workers: int) -> Costs:
         """Return the costs of each of several processes on this machine.
 
-        They share memory and caches: times grow linearly with the number of processes,
-        up to `most_at_once`, and are never below those measured.
+        Processes share memory and caches, so times grow linearly with the number of
+        processes, up to `most_at_once`; no time is below the measured ones.
         """
         if self.together is None:
             return self.alone
         others = min(workers, self.most_at_once) - 1
         times = {}
-        for name, alone in vars(self.alone).items():
+        for name, alone_s in vars(self.alone).items():
             if name.endswith("_s"):
-                slower = getattr(self.together, name)
-                time_s = alone + (slower - alone) * others / (self.processes - 1)
-                times[name] = max(time_s, min(alone, slower))
+                together_s = getattr(self.together, name)
+                growth_s = (together_s - alone_s) / (self.processes - 1)
+                times[name] = max(alone_s + growth_s * others, min(alone_s, together_s))
         return dataclasses.replace(self.alone, **times)
 
     def scaled(self, **factors: float) -> "Measured":
-        """Return the same with some costs multiplied."""
+        """Return a copy with some costs multiplied."""
 
         def scale(costs: Costs) -> Costs:
-            changed = {name: f * getattr(costs, name) for name, f in factors.items()}
-            return dataclasses.replace(costs, **changed)
+            scaled = {
+                name: factor * getattr(costs, name) for name, factor in factors.items()
+            }
+            return dataclasses.replace(costs, **scaled)
 
         together = None if self.together is None else scale(self.together)
         return dataclasses.replace(self, alone=scale(self.alone), together=together)
@@ -168,19 +171,19 @@ class Prediction:
 
     Attributes:
         workers: Number of workers.
-        efficiency: Speed / (workers * speed of one).
+        efficiency: Speed / (workers * speed of one worker).
         samples_per_s: Rows per second of all workers together.
-        step_s: Seconds of a step of each worker.
+        step_s: Time of a step of each worker, seconds; the sum of the five times below.
         limit: The main cause of lost efficiency: ``"encode"``, ``"apply"``,
             ``"messages"``, ``"link"``, ``"relay"``, ``"latency"``, or, on one machine,
             ``"cores"``; ``"compute"`` if less than a tenth is lost.
         carried: Share of the exchanges that link and relay carry; the updates of the
             other exchanges stay in the residual.
-        compute_s: Part of `step_s`: gradients and optimizer.
-        encode_s: Part of `step_s`: making updates.
-        apply_s: Part of `step_s`: applying the updates of others.
-        messages_s: Part of `step_s`: sending, receiving, decoding.
-        wait_s: Part of `step_s`: waiting.
+        compute_s: Gradients and optimizer step.
+        encode_s: Creating updates.
+        apply_s: Applying the updates of other replicas.
+        messages_s: Sending, receiving and decoding updates.
+        wait_s: Waiting.
     """
 
     workers: int
@@ -202,78 +205,92 @@ class Prediction:
 
 
 class _Traffic(NamedTuple):
-    """Costs of one step of all replicas, in seconds, except for `queue`."""
+    """Messages of one step of all replicas."""
 
-    messages_s: float  # on each worker's event loop
-    relay_s: float  # on the scheduler's event loop
-    link_s: float  # on the busiest link
+    messages_s: float  # time of each worker's event loop
+    relay_s: float  # time of the scheduler's event loop
+    link_s: float  # time of the busiest link
     latency_s: float  # of an update that meets no other update in transit
-    longest_s: float  # of one that just misses a request at each hop
-    queue: float  # most updates of a replica that wait in transit
+    longest_s: float  # of an update that just misses a request at each hop
+    queue: float  # most updates of one replica in transit
 
 
 def predict(
     measured: Measured, master: GradientSharing, link: Network | None, workers: int
 ) -> Prediction:
-    """Predict the speed of a number of workers, >= 1; `link` is as in `daskdl.plan`.
+    """Predict the speed of a number of workers, >= 1; for `link` see `daskdl.plan`.
 
-    Each replica applies one update of each other replica per exchange. Decoding and
-    sending count as time of the step, although the event loop does them: both need
-    Python's lock, and busy workers have no core to spare. Starts and ends of runs and
-    epochs, loading data and workers of unequal speed are ignored.
+    In each exchange, a replica applies one update of each other replica. The step time
+    includes decoding and sending, although the event loop does both: they hold the GIL,
+    and busy workers have no free core. Predictions ignore the start and the end of runs
+    and epochs, the loading of data, and differences in speed between workers.
 
     Source:
         Deeplearning4j's ``efficiency = step / (step + encode + decode * all workers +
-        service)``, with exchanges that are rarer than steps, requests that gather what
-        waits, and bounds by link and relay.
+        service)``, extended by exchanges that are rarer than steps, requests with
+        several updates, and bounds due to link and relay.
     """
     alone = measured.alone
     if workers == 1:
-        rate, step_s = alone.rows / alone.step_s, alone.step_s
-        return Prediction(1, 1.0, rate, step_s, "compute", 1.0, step_s)
+        return Prediction(
+            workers=1,
+            efficiency=1.0,
+            samples_per_s=alone.rows / alone.step_s,
+            step_s=alone.step_s,
+            limit="compute",
+            carried=1.0,
+            compute_s=alone.step_s,
+        )
     costs = alone if link is not None else measured.here(workers)
     exchange_s = costs.encode_s + (workers - 1) * costs.apply_s
-    cost = exchange_s / costs.step_s
-    every = master.pace(adaptive=costs.adaptive).steps_between(cost, MADE)
+    pace = master.pace(adaptive=costs.adaptive)
+    every = pace.steps_between(exchange_s / costs.step_s, STEPS_BEFORE)
     unsent = UNSENT_BYTES if master.exchange_every == "auto" else OUTBOX_BYTES
     master = dataclasses.replace(master, exchange_every=every)
     encode_s, apply_s = costs.encode_s / every, (workers - 1) * costs.apply_s / every
     training_s = costs.step_s + encode_s + apply_s
-    # A longer step has more requests, up to one for each update.
     traffic_in = functools.partial(
         _traffic, costs, master, unsent, link or HERE, workers
     )
     traffic = traffic_in(training_s)
-    for _ in range(ROUNDS):
-        before_s = traffic.messages_s
-        step_s = training_s + before_s
-        traffic = traffic_in(step_s)
-        if traffic.messages_s <= SETTLED * before_s:
+    # A longer step has more requests, up to one for each update.
+    for _ in range(MOST_ITERATIONS):
+        previous_s = traffic.messages_s
+        traffic = traffic_in(training_s + previous_s)
+        if traffic.messages_s <= CONVERGED * previous_s:
             break
     busy_s = training_s + traffic.messages_s
     bounds = [(busy_s, "compute"), *_bounds(master, traffic, busy_s)]
     if link is None:
         work_s = workers * (costs.threads * training_s + traffic.messages_s)
         bounds.append(((work_s + traffic.relay_s) / measured.cores, "cores"))
-    step_s, waits_for = max(bounds)
+    step_s, bottleneck = max(bounds)
     carried = min(1.0, step_s / max(traffic.link_s, traffic.relay_s, step_s))
     efficiency = alone.step_s / step_s
-    lacks = {
+    losses_s = {
         "encode": encode_s,
         "apply": apply_s,
         "messages": traffic.messages_s,
         "cores": costs.step_s - alone.step_s,
     }
-    lacks[waits_for] = lacks.get(waits_for, 0.0) + step_s - busy_s
-    limit = max(lacks, key=lambda name: lacks[name])
+    losses_s[bottleneck] = losses_s.get(bottleneck, 0.0) + step_s - busy_s
+    limit = max(losses_s, key=lambda cause: losses_s[cause])
     if carried < 1:
         limit = "link" if traffic.link_s >= traffic.relay_s else "relay"
-    elif efficiency >= GOOD:
+    elif efficiency >= HIGH_EFFICIENCY:
         limit = "compute"
-    rate, wait_s = workers * costs.rows / step_s, step_s - busy_s
     return Prediction(
-        *(workers, efficiency, rate, step_s, limit, carried),
-        *(costs.step_s, encode_s, apply_s, traffic.messages_s, wait_s),
+        workers=workers,
+        efficiency=efficiency,
+        samples_per_s=workers * costs.rows / step_s,
+        step_s=step_s,
+        limit=limit,
+        carried=carried,
+        compute_s=costs.step_s,
+        encode_s=encode_s,
+        apply_s=apply_s,
+        messages_s=traffic.messages_s,
+        wait_s=step_s - busy_s,
     )
 
 
@@ -282,66 +299,69 @@ def _traffic(
     master: GradientSharing,
     unsent: float,
     link: Network,
-    n: int,
+    replicas: int,
     step_s: float,
 ) -> _Traffic:
-    """Return the traffic of `n` replicas with steps of this length.
+    """Return the traffic of several replicas whose steps take `step_s`.
 
     At most `unsent` bytes of a replica's updates wait to be sent.
     """
-    every, nbytes = master.pace().longest_after(MADE), costs.update_bytes + WIRE_BYTES
+    peers = replicas - 1
+    every = master.pace().longest_after(STEPS_BEFORE)
+    nbytes = costs.update_bytes + WIRE_BYTES
     exchange_s, latency_s = link.seconds(nbytes) / every, link.latency_s
     cycle_s = routing.PACE_S + 2 * latency_s  # between two requests of a worker
-    decode_s = costs.decode_s * (n - 1) / every
-    if master.routing_for(n) == "mesh":
+    decode_s = costs.decode_s * peers / every
+    if master.routing_for(replicas) == "mesh":
         # In trees too, each replica sends one copy for each other replica.
-        requests = 2 * (n - 1) * min(1.0, step_s / cycle_s)
-        items = 2 * (n - 1) / every
+        requests = 2 * peers * min(1.0, step_s / cycle_s)
+        items = 2 * peers / every
         hops, reached, width = 0, 1, 1
-        while reached < n:
+        while reached < replicas:
             width *= master.fan_out
             reached += width
             hops += 1
         return _Traffic(
-            costs.request_s * requests + costs.item_s * items + decode_s,
-            0.0,
-            (n - 1) * exchange_s,
-            hops * latency_s + (hops - 1) * cycle_s,
-            hops * (latency_s + cycle_s),
-            max(1.0, unsent / nbytes),
+            messages_s=costs.request_s * requests + costs.item_s * items + decode_s,
+            relay_s=0.0,
+            link_s=peers * exchange_s,
+            latency_s=hops * latency_s + (hops - 1) * cycle_s,
+            longest_s=hops * (latency_s + cycle_s),
+            queue=max(1.0, unsent / nbytes),
         )
     down_s = scheduler.PACE_S + 2 * latency_s  # between two requests to a worker
-    requests = min(1.0, step_s / cycle_s) + min(n - 1.0, step_s / down_s)
-    handling_s = costs.request_s * requests + costs.item_s * n / every
+    requests = min(1.0, step_s / cycle_s) + min(peers, step_s / down_s)
+    handling_s = costs.request_s * requests + costs.item_s * replicas / every
     return _Traffic(
-        handling_s + decode_s,
-        n * handling_s,
-        n * (n - 1) * exchange_s,
-        # Of updates that arrive at the relay together, the first is sent at once.
-        2 * latency_s + (down_s if n > 2 else 0.0),
-        2 * latency_s + cycle_s + down_s,
-        max(1.0, (unsent + RELAY_BYTES / (n - 1)) / nbytes),
+        messages_s=handling_s + decode_s,
+        relay_s=replicas * handling_s,
+        link_s=replicas * peers * exchange_s,
+        # If updates arrive at the relay together, the first one is sent at once.
+        latency_s=2 * latency_s + (down_s if replicas > 2 else 0.0),
+        longest_s=2 * latency_s + cycle_s + down_s,
+        queue=max(1.0, (unsent + RELAY_BYTES / peers) / nbytes),
     )
 
 
 def _bounds(
     master: GradientSharing, traffic: _Traffic, busy_s: float
 ) -> list[tuple[float, str]]:
-    """Return lower bounds of a step's length due to updates in transit."""
-    staleness, every = master.staleness_bound(MADE), master.pace().longest_after(MADE)
-    if staleness is None:  # nobody waits; exchanges are deferred
+    """Return lower bounds of the step time, and their causes: updates in transit."""
+    staleness = master.staleness_bound(STEPS_BEFORE)
+    every = master.pace().longest_after(STEPS_BEFORE)
+    if staleness is None:  # no replica waits; exchanges are deferred
         return []
-    carrying = [(traffic.link_s, "link"), (traffic.relay_s, "relay")]
+    capacities = [(traffic.link_s, "link"), (traffic.relay_s, "relay")]
     travel_s = traffic.latency_s if staleness == 0 else traffic.longest_s
-    parts = [(travel_s / every, "latency"), *carrying]
-    total_s, name = sum(seconds for seconds, _ in parts), max(parts)[1]
-    if staleness == 0:  # one after the other, once for each exchange
-        return [(busy_s + total_s, name)]
-    # A replica that is too far ahead waits for an update in transit: one without delay,
-    # or the last of a full queue. A queue of few large updates delays nobody, as more
-    # of them are deferred.
+    delays = [(travel_s / every, "latency"), *capacities]
+    delay_s, cause = sum(seconds for seconds, _ in delays), max(delays)[1]
+    if staleness == 0:  # a step and its delays follow each other
+        return [(busy_s + delay_s, cause)]
+    # A replica that is too far ahead waits for an update in transit: for one without
+    # delay, or for the last one of a full queue. A queue of few large updates delays no
+    # replica, because further exchanges are deferred.
     age = min(1.0, traffic.queue * every / staleness)
     return [
-        (every * total_s / staleness, name),
-        *((age * seconds, cause) for seconds, cause in carrying),
+        (every * delay_s / staleness, cause),
+        *((age * seconds, capacity) for seconds, capacity in capacities),
     ]

@@ -1,7 +1,7 @@
 """Measures the costs of a replica's steps, exchanges and requests on this machine.
 
-Dask workers measure, several at once if workers are to share the machine. Each replica
-exchanges with itself: its channel returns its own updates.
+Dask workers measure, several at the same time if workers are to share the machine. Each
+replica exchanges updates with itself, through a channel that returns what was sent.
 """
 
 import asyncio
@@ -43,20 +43,20 @@ from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepper, Stepping, is_adaptive
 from daskdl.training.state import State
 
-SETTLING = 100  # most exchanges until thresholds have settled
-SETTLING_S = 1.0  # most seconds with gradients, and as many without
+SETTLING_EXCHANGES = 100  # most exchanges until thresholds have settled
+SETTLING_S = 1.0  # most seconds for that with gradients, and again without
 POWER = 4  # exponent of each change of a threshold while it settles
-WARM_STEPS = 2  # steps that compile and allocate, not timed
+WARM_STEPS = 2  # untimed steps, which compile and allocate
 LEAST_STEPS, MOST_STEPS = 3, 200
-TIMED_S = 2.5  # seconds of timed steps, if they are at least LEAST_STEPS
+TIMED_S = 2.5  # seconds of timed steps, or longer for LEAST_STEPS
 WARM_REQUESTS, REQUESTS = 10, 40
-MANY = 9  # updates in a larger request
+LARGE_REQUEST = 9  # updates in a large request
 PAUSE_S = 0.003  # between requests, so that caches do not stay warm
 
 
 @dataclass(frozen=True)
 class BenchmarkSpec:
-    """A step to measure."""
+    """Picklable: a step to measure."""
 
     model: nn.Module
     objective: Objective
@@ -71,14 +71,28 @@ class LoopbackChannel(LocalChannel):
 
     def __init__(self, parameters: FlatParameters, in_step: bool) -> None:
         timeouts = Timeouts.from_config()
-        run = RunSpec(0, {0: "", 1: ""}, {}, None, 0, in_step, 0, 1, vars(timeouts))
-        size = sum(group.flat.numel() for group in parameters.groups)
-        spec = ChannelSpec(
-            *(0, 0, size, grid_for(parameters)),
-            *(OUTBOX_BYTES, INBOX_BYTES, timeouts),
+        run_spec = RunSpec(
+            run=0,
+            replicas={0: "", 1: ""},
+            sizes={},
+            seed=None,
+            epochs_before=0,
+            synchronous=in_step,
+            relay_bytes=0,
+            min_replicas=1,
+            timeouts=vars(timeouts),
+        )
+        channel_spec = ChannelSpec(
+            run=0,
+            replica=0,
+            size=sum(group.flat.numel() for group in parameters.groups),
+            grid=grid_for(parameters),
+            outbox_bytes=OUTBOX_BYTES,
+            inbox_bytes=INBOX_BYTES,
+            timeouts=timeouts,
             in_step=in_step,
         )
-        super().__init__(LocalRun(run), spec)
+        super().__init__(LocalRun(run_spec), channel_spec)
         self._sent: list[tuple[Message, NDArray[np.uint8]]] = []
         self._inbox.record_progress(1, PeerProgress())
 
@@ -95,7 +109,7 @@ class LoopbackChannel(LocalChannel):
         return True
 
     def receive(self) -> int:
-        """Receive the updates that were sent; return their bytes."""
+        """Receive the updates that were sent, and return their size in bytes."""
         sent, self._sent = self._sent, []
         for message, frame in sent:
             self._inbox.put(message._replace(origin=1), codec.decode(frame.data))
@@ -103,8 +117,8 @@ class LoopbackChannel(LocalChannel):
 
 
 @dataclass(frozen=True)
-class _Hastened(ThresholdAlgorithm):
-    """Wraps a rule and applies each change `POWER` times, to settle faster."""
+class _FastSettling(ThresholdAlgorithm):
+    """Wraps a rule and applies each of its changes `POWER` times."""
 
     rule: ThresholdAlgorithm
     changes: list[float] = field(default_factory=list)
@@ -119,7 +133,7 @@ class _Hastened(ThresholdAlgorithm):
 
     @property
     def moving(self) -> bool:
-        """Whether the threshold still changes, without reversing."""
+        """Whether the threshold still moves, in the same direction as before."""
         if not self.changes:
             return True
         previous, change = self.changes[-2:][0], self.changes[-1]
@@ -127,7 +141,7 @@ class _Hastened(ThresholdAlgorithm):
 
 
 class StepBenchmark:
-    """Steps and exchanges of a replica, with settled thresholds."""
+    """Measures the steps and exchanges of a replica whose thresholds have settled."""
 
     def __init__(self, spec: BenchmarkSpec, device: torch.device) -> None:
         self.spec = spec
@@ -140,19 +154,16 @@ class StepBenchmark:
             self._module, spec.objective, optimizer, Stepping(), device
         )
         self._random = np.random.default_rng(0)
-        # Dense updates of the first steps would hide all later updates.
         every = spec.master.exchange_every
         self._every = MEASURED_EVERY if every == "auto" else every
+        # Dense updates of the first steps would hide all later updates.
         self._master = dataclasses.replace(
             spec.master, warmup_steps=0, exchange_every=self._every
         )
         self._settle()
 
-    def _attach(
-        self,
-        master: GradientSharing,
-        carried: State | None = None,
-    ) -> None:
+    def _attach(self, master: GradientSharing, carried: State | None = None) -> None:
+        """Start a new exchange, with the carried state of the previous one."""
         parameters = FlatParameters(self._module)
         self._channel = LoopbackChannel(parameters, master.synchronous)
         self._exchange = master.attach(
@@ -160,7 +171,7 @@ class StepBenchmark:
                 self._module,
                 self._channel,
                 replica=0,
-                members=[0],  # takes the whole residual; the other joins at once
+                members=[0],  # so replica 0 takes the whole residual
             )
         )
         if carried is not None:
@@ -169,26 +180,30 @@ class StepBenchmark:
     def _settle(self) -> None:
         """Bring thresholds to their values after some hundred exchanges.
 
-        Starts with training steps. If these take too long, repeats the movement of the
-        last step instead, and undoes it at the end; the residual stays.
+        This takes training steps. If they are too slow, it repeats the movement of the
+        last step instead, and undoes the movement at the end; the residual stays.
         """
-        rules = {p: _Hastened(rule) for p, rule in self._master.thresholds.items()}
+        rules = {
+            pattern: _FastSettling(rule)
+            for pattern, rule in self._master.thresholds.items()
+        }
         self._attach(dataclasses.replace(self._master, threshold=rules))
         parameters = trainable(self._module)
-        if not self._settles(rules, self.step):
+        if not self._settles(rules, self.interval):
             before = [p.detach().clone() for p in parameters]
-            self._move()
-            moved = [p.detach() - b for p, b in zip(parameters, before, strict=True)]
-            self._settles(rules, lambda: self._repeat(moved))
+            self._step()
+            movement = [p.detach() - b for p, b in zip(parameters, before, strict=True)]
+            self._settles(rules, lambda: self._repeat(movement))
             for parameter, values in zip(parameters, before, strict=True):
                 parameter.detach().copy_(values)
         self._attach(self._master, self._exchange.carried(ended=True))
 
     def _settles(
-        self, rules: Mapping[str, _Hastened], exchange: Callable[[], object]
+        self, rules: Mapping[str, _FastSettling], exchange: Callable[[], object]
     ) -> bool:
+        """Exchange until the thresholds have settled; return whether they have."""
         deadline = time.perf_counter() + SETTLING_S
-        for _ in range(SETTLING):
+        for _ in range(SETTLING_EXCHANGES):
             exchange()
             if not any(rule.moving for rule in rules.values()):
                 return True
@@ -196,11 +211,12 @@ class StepBenchmark:
                 break
         return False
 
-    def _repeat(self, moved: Sequence[Tensor]) -> None:
+    def _repeat(self, movement: Sequence[Tensor]) -> None:
+        """Move the parameters as a step did, up to the next exchange."""
         for _ in range(self._every):
             self._exchange.before_step(0)
-            for parameter, movement in zip(trainable(self._module), moved, strict=True):
-                parameter.detach().add_(movement)
+            for parameter, delta in zip(trainable(self._module), movement, strict=True):
+                parameter.detach().add_(delta)
             self._exchange.after_step(0, len(self.spec.rows[0]))
 
     def _now(self) -> float:
@@ -208,67 +224,71 @@ class StepBenchmark:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def _move(self) -> list[float]:
+    def _step(self) -> tuple[float, float]:
         """Take an optimizer step; return the times after gradients and after update."""
         x, y = self.spec.rows
-        # Drawn with replacement, since the model would overfit a constant batch.
+        # Drawn with replacement, because the model would overfit a constant batch.
         drawn = self._random.integers(0, len(x), len(x))
         loss, _ = self._stepper.backward(
             [(torch.from_numpy(x[drawn]), torch.from_numpy(y[drawn]))]
         )
         if not math.isfinite(loss):
             raise DivergedError(
-                f"the loss became {loss} within some steps; lower the learning rate "
-                "of optimizer, or look for NaN in batch"
+                f"the loss became {loss} within a few steps; lower the learning rate "
+                "of optimizer, and check batch for NaN and infinity"
             )
         computed = self._now()
         exchange = self._exchange
         self._stepper.update(exchange.learning_rate_scale, exchange.rate_factor)
-        return [computed, self._now()]
+        return computed, self._now()
 
-    def step(self) -> dict[str, float]:
+    def interval(self) -> dict[str, float]:
         """Receive an update, take steps up to the next exchange, and return costs."""
-        every, started = self._every, self._now()
+        started = self._now()
         nbytes = self._channel.receive()
         decode_s = self._now() - started
-        parts = np.zeros(4)
-        for _ in range(every):
-            marks = [self._now()]
+        durations = np.zeros(4)
+        for _ in range(self._every):
+            started = self._now()
             self._exchange.before_step(0)
-            marks += [self._now(), *self._move()]
+            applied = self._now()
+            computed, updated = self._step()
             self._exchange.after_step(0, len(self.spec.rows[0]))
-            parts += np.diff([*marks, self._now()])
-        apply_s, gradients_s, optimizer_s, encode_s = parts.tolist()
+            durations += np.diff([started, applied, computed, updated, self._now()])
+        apply_s, gradients_s, optimizer_s, encode_s = durations.tolist()
         return {
             "update_bytes": nbytes,
             "decode_s": decode_s,
             "apply_s": apply_s,
-            "gradients_s": gradients_s / every,
-            "optimizer_s": optimizer_s / every,
+            "gradients_s": gradients_s / self._every,
+            "optimizer_s": optimizer_s / self._every,
             "encode_s": encode_s,
         }
 
     def measure(self) -> Costs:
-        """Time steps for some seconds, then requests during further steps."""
+        """Measure steps for a few seconds, then requests during further steps."""
         for _ in range(WARM_STEPS):
-            self.step()
-        self._exchange.stats()
-        times: list[dict[str, float]] = []
+            self.interval()
+        self._exchange.stats()  # starts the statistics again
+        intervals: list[dict[str, float]] = []
         deadline = time.perf_counter() + TIMED_S
-        while len(times) < LEAST_STEPS or (
-            len(times) < MOST_STEPS and time.perf_counter() < deadline
+        while len(intervals) < LEAST_STEPS or (
+            len(intervals) < MOST_STEPS and time.perf_counter() < deadline
         ):
-            times.append(self.step())
+            intervals.append(self.interval())
         stats = self._exchange.stats()
-        # Means, since medians would hide pauses due to other work on the same cores,
-        # and the few exchanges that send something if most send nothing.
-        means = {n: float(np.mean([step[n] for step in times])) for n in times[0]}
+        # Medians would hide pauses due to other work on the same cores, and the few
+        # exchanges that send something if most send nothing.
+        means = {
+            name: float(np.mean([costs[name] for costs in intervals]))
+            for name in intervals[0]
+        }
         frame = np.zeros(max(1, round(means["update_bytes"])), np.uint8)
         requests = run_in_thread(
             lambda: asyncio.run(request_costs(frame)), "daskdl-plan"
         )
         while not requests.done():
-            self.step()
+            self.interval()
         request_s, item_s = requests.result()
         return Costs(
             rows=len(self.spec.rows[0]),
@@ -283,48 +303,50 @@ class StepBenchmark:
 
 
 async def request_costs(frame: NDArray[np.uint8]) -> tuple[float, float]:
-    """Send frames over TCP on this machine; return CPU seconds at either end.
+    """Send frames over TCP on this machine, and measure CPU seconds at either end.
 
-    The first is the cost of a request with one frame, the second of each further frame.
+    Returns:
+        The cost of a request with one frame, and of each further frame in a request.
     """
 
     async def take(items: Any) -> dict[str, int]:
         return {"accepted": sum(unwrap(item).nbytes > 0 for item in items)}
 
-    async def cpu_s(items: int, count: int) -> float:
-        taken = []
-        for _ in range(count):
+    async def request_cpu_s(frames: int, requests: int) -> float:
+        durations = []
+        for _ in range(requests):
             await asyncio.sleep(PAUSE_S)
             started = time.thread_time()
-            await peer.take(items=[wrap(frame) for _ in range(items)])
-            taken.append(time.thread_time() - started)
-        return float(np.median(taken)) / 2  # this thread is both ends
+            await peer.take(items=[wrap(frame) for _ in range(frames)])
+            durations.append(time.thread_time() - started)
+        return float(np.median(durations)) / 2  # this thread serves both ends
 
     server = Server({"take": take})
     await server.listen("tcp://127.0.0.1:0")
     peer: Any = rpc(server.address)
     try:
-        await cpu_s(1, WARM_REQUESTS)
-        one_s, many_s = await cpu_s(1, REQUESTS), await cpu_s(MANY, REQUESTS)
+        await request_cpu_s(1, WARM_REQUESTS)
+        small_s = await request_cpu_s(1, REQUESTS)
+        large_s = await request_cpu_s(LARGE_REQUEST, REQUESTS)
     finally:
         await peer.close_rpc()
         await server.close()
-    return one_s, max(0.0, many_s - one_s) / (MANY - 1)
+    return small_s, max(0.0, large_s - small_s) / (LARGE_REQUEST - 1)
 
 
-def _prepared(packed: Packed[BenchmarkSpec]) -> StepBenchmark:
+def _prepare(packed: Packed[BenchmarkSpec]) -> StepBenchmark:
     spec = packed.unpack()
     with process_environment("auto", spec.threads) as device:
         return StepBenchmark(spec, device)
 
 
-def _measured(benchmark: StepBenchmark) -> Costs:
+def _run(benchmark: StepBenchmark) -> Costs:
     with process_environment("auto", benchmark.spec.threads):
         return benchmark.measure()
 
 
 def _wait(client: Client, futures: Sequence[Future], timeout_s: float | None) -> None:
-    """Wait for all futures, or raise the first error."""
+    """Wait for all futures; raise the first error of any."""
     for future in as_completed(futures, loop=client.loop, timeout=timeout_s):
         if future.status == "error":
             future.result()
@@ -335,14 +357,18 @@ def measure(
 ) -> list[Costs]:
     """Measure on Dask workers, and return the costs measured by each.
 
-    A single worker is a thread of this process; several workers are processes that
-    measure at the same time. `patience_s` is added to the timeout of their start.
+    Args:
+        packed: The step to measure.
+        processes: 1: a thread of this process measures. More: this number of processes
+            measure at the same time.
+        patience_s: Time that measuring may take in addition to ``daskdl.timeouts.join``
+            before a WaitTimeoutError, seconds. None: wait without a bound.
     """
     bound = Timeouts.from_config().bound("join")
     bound = bound._replace(seconds=bound.seconds + (patience_s or 0.0))
-    seconds = None if patience_s is None else bound.seconds
+    timeout_s = None if patience_s is None else bound.seconds
     with (
-        preserved_random_state(),  # Dask draws too
+        preserved_random_state(),  # Dask draws random numbers too
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
         LocalCluster(
             n_workers=processes,
@@ -352,7 +378,7 @@ def measure(
             host="127.0.0.1",
             dashboard_address=":0",
             memory_limit=None,
-            silence_logs=logging.CRITICAL,  # errors are raised here
+            silence_logs=logging.CRITICAL,  # errors are raised instead
         ) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
@@ -360,13 +386,15 @@ def measure(
         submit = functools.partial(client.submit, pure=False)
         try:
             spec = client.scatter(packed, broadcast=True, hash=False)
-            benchmarks = [submit(_prepared, spec, workers=[w]) for w in workers]
-            _wait(client, benchmarks, seconds)  # none measures before all are ready
-            pairs = zip(benchmarks, workers, strict=True)
-            costs = [
-                submit(_measured, benchmark, workers=[w]) for benchmark, w in pairs
+            benchmarks = [
+                submit(_prepare, spec, workers=[worker]) for worker in workers
             ]
-            _wait(client, costs, seconds)
+            _wait(client, benchmarks, timeout_s)  # all start to measure together
+            costs = [
+                submit(_run, benchmark, workers=[worker])
+                for benchmark, worker in zip(benchmarks, workers, strict=True)
+            ]
+            _wait(client, costs, timeout_s)
             return list(client.gather(costs))
         except KilledWorker as error:
             raise RunError(f"a process that measures costs died: {error}") from error

@@ -1,11 +1,11 @@
-"""`daskdl.plan`: measures on this machine, and predicts how many workers pay off."""
+"""`daskdl.plan`: measures costs on this machine, predicts how many workers pay off."""
 
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from dask.base import is_dask_collection
@@ -27,15 +27,15 @@ from daskdl.training.fit_spec import starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.util import check_main_guard
 
-SHOWN = 16  # rows; a longer table shows powers of two and the last row
+SHOWN_ROWS = 16  # a longer table shows powers of two and the last row
 HEADINGS = ("workers", "efficiency", "samples/s", "step ms", "limit", "carried")
-MOST_PROCESSES = 8  # processes that measure at once; each imports torch
-SLOWER = 4  # several at once may take this many times as long as one after the other
+MOST_PROCESSES = 8  # that measure at once; each imports torch
+SLOWDOWN = 4  # most times as long that simultaneous processes may take
 
-PAYS = 0.5  # least efficiency at which workers pay off
-CARRIED = 0.5  # least share of exchanges at which replicas learn from each other
-LONGER = (4, 16)  # factors of steps between exchanges, or of the batch, to consider
-SPARSER = 10  # factor of fewer entries to consider
+LEAST_EFFICIENCY = 0.5  # at which workers pay off
+LEAST_CARRIED = 0.5  # share of exchanges at which replicas learn from each other
+FACTORS = (4, 16)  # of steps between exchanges, or of the batch, to try
+SPARSER = 10  # divisor of the density to try
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,9 +48,10 @@ class Plan:
         rows: A prediction for each number of workers, with the fields `workers`,
             `efficiency`, `samples_per_s`, `step_s`, `limit`, `carried`, and the parts
             of a step, `compute_s`, `encode_s`, `apply_s`, `messages_s` and `wait_s`.
-        advice: How many workers pay off, and which change would make more pay off.
+        advice: How many workers pay off, and which changes would make more pay off.
         measured: The measured costs; `measured.alone` are those of one worker.
-        link: Between the workers' machines; None: all are on this machine.
+        link: Network between the workers' machines. None: all workers are on this
+            machine.
 
     Example:
         >>> import torch, daskdl
@@ -67,7 +68,7 @@ class Plan:
     link: Network | None
 
     def to_pandas(self) -> Any:
-        """All rows as a `pandas.DataFrame`, indexed by workers; needs pandas."""
+        """Return the rows as a `pandas.DataFrame` indexed by workers; needs pandas."""
         import pandas as pd
 
         rows = [dataclasses.asdict(row) for row in self.rows]
@@ -76,13 +77,13 @@ class Plan:
     @override
     def __repr__(self) -> str:
         costs = self.measured.alone
-        where = "processes of this machine" if self.link is None else str(self.link)
+        where = "processes on this machine" if self.link is None else str(self.link)
         threads = "1 thread" if costs.threads == 1 else f"{costs.threads} threads"
         heading = (
             f"{costs.parameters:,} parameters, {costs.rows:,} rows a step, {threads}; "
             f"{costs.update_bytes / 1e3:,.1f} KB an update; {where}"
         )
-        few = len(self.rows) <= SHOWN
+        few = len(self.rows) <= SHOWN_ROWS
         table = [HEADINGS] + [
             (
                 f"{row.workers}",
@@ -116,39 +117,40 @@ def plan(
 ) -> Plan:
     """Predict how much faster several workers would train.
 
-    Times steps and exchanges of a copy of the model on this machine, for some seconds,
-    and requests over Dask's connections. The efficiency for each number of workers
-    follows from these costs and the link. Starts and ends of runs and epochs, loading
-    data and workers of unequal speed are ignored. Each worker is assumed to be a
-    process like this one, with one replica.
+    For a few seconds, this measures steps and exchanges of a copy of the model on this
+    machine, and requests over Dask's connections. These costs and the link determine
+    the efficiency for each number of workers. Predictions ignore the start and the end
+    of runs and epochs, the loading of data, and differences in speed between workers.
+    Each worker is assumed to be a process like this one, with one replica.
 
-    Without a `link`, all workers and the scheduler are assumed to be processes of this
-    machine, as in a `LocalCluster`. Up to eight processes then measure at once, since
-    they share its memory, which takes some seconds more. Such a script needs
-    ``if __name__ == "__main__":``, as with a `LocalCluster`.
+    Without a `link`, all workers and the scheduler are assumed to be processes on this
+    machine, as in a `LocalCluster`. Up to eight processes then measure at the same
+    time, because they share the machine's memory; this takes a few seconds more. The
+    script then needs ``if __name__ == "__main__":``, as with a `LocalCluster`.
 
     Args:
         model: As for a :class:`daskdl.Trainer`; a copy is used.
         batch: (X, y), the rows of one step: numpy arrays or torch tensors.
-        workers: Plan for 1 up to this number, or for each of several numbers.
-        link: Between the workers' machines, or None, see above.
+        workers: The largest number of workers, to plan for 1 up to this number; or the
+            numbers to plan for. Each is >= 1.
+        link: Network between the workers' machines. None: see above.
         loss: As for a trainer. None: `cross_entropy` for integer labels, else
             `mse_loss`.
         optimizer: As for a trainer, without `lr`. None: plain SGD with a learning rate
             of 0.01.
-        master: How updates are shared; None: `GradientSharing()`.
-        threads: Of torch in each worker, `threads_per_worker` of a `LocalCluster`;
-            None: as many as here.
+        master: How updates are shared. None: `GradientSharing()`.
+        threads: Number of torch threads in each worker, >= 1; the
+            `threads_per_worker` of a `LocalCluster`. None: as many as in this process.
 
     Returns:
-        A table of predictions, with advice. Print it.
+        Predictions with advice, which print as a table.
 
     Raises:
-        DataError: If the batch cannot be trained on.
+        DataError: If the batch cannot be used for training.
         ModelError: If model, loss or optimizer cannot be used.
         OptionError: If another argument is not allowed.
-        DivergedError: If the loss became NaN or infinite within some steps.
-        RunError: If a measuring process has ended.
+        DivergedError: If the loss became NaN or infinite within a few steps.
+        RunError: If a measuring process died.
         WaitTimeoutError: If a measuring process took too long.
 
     Example:
@@ -166,11 +168,11 @@ def plan(
     check_whole("threads", threads, 1, None)
     if link is None and torch.cuda.is_available():
         raise OptionError(
-            "link must be a daskdl.Network where workers compute on CUDA, got None: on "
-            "one machine they would share its devices"
+            "link must be a daskdl.Network if workers use CUDA, got None; workers on "
+            "one machine would share its devices"
         )
     if link is None:
-        check_main_guard("with a link, no other process is needed")
+        check_main_guard("with a link, plan starts no other process")
     spec = _spec(model, batch, loss, optimizer, master, threads)
     measured = _measure(spec, counts[-1] if link is None else 1)
     rows = tuple(predict(measured, master, link, count) for count in counts)
@@ -185,7 +187,8 @@ def _counts(workers: Any) -> tuple[int, ...]:
         counts = set(workers)
     if not counts or not all(map(is_whole, counts)) or min(counts) < 1:
         raise OptionError(
-            f"workers must be a whole number >= 1, or several of them, got {workers!r}"
+            f"workers must be a whole number >= 1, or several such numbers, got "
+            f"{workers!r}"
         )
     return tuple(sorted(counts))
 
@@ -196,8 +199,8 @@ def _check_master(master: Any) -> None:
     if replicas == 1 or (replicas == "auto" and torch.cuda.device_count() <= 1):
         return
     raise OptionError(
-        f"replicas_per_worker must be 1 in the master of a plan, got {replicas!r}; "
-        "plan for as many workers with one replica each"
+        f"the master of a plan must have replicas_per_worker=1, got {replicas!r}; plan "
+        "for more workers with one replica each"
     )
 
 
@@ -232,15 +235,15 @@ def _spec(
 
 
 def _measure(spec: Packed[BenchmarkSpec], workers_here: int) -> Measured:
-    """Measure one process, and several if workers share this machine."""
-    began = time.perf_counter()
+    """Measure one process, and several together if workers share this machine."""
+    started = time.perf_counter()
     [alone] = measure(spec)
-    took_s = time.perf_counter() - began
+    elapsed_s = time.perf_counter() - started
     measured = Measured(alone, CPU_COUNT)
     processes = min(workers_here, measured.most_at_once, MOST_PROCESSES)
     if processes < 2:
         return measured
-    costs = measure(spec, processes, SLOWER * processes * took_s)
+    costs = measure(spec, processes, SLOWDOWN * processes * elapsed_s)
     means = {
         name: sum(getattr(cost, name) for cost in costs) / processes
         for name, value in vars(alone).items()
@@ -256,82 +259,102 @@ def advise(
     master: GradientSharing,
     link: Network | None,
 ) -> str:
-    """Say how many workers pay off, and which change would make more pay off."""
+    """Say how many workers pay off, and which changes would make more pay off."""
     several = [row for row in rows if row.workers > 1]
     if not several:
-        return "One worker sends nothing: ask for more to see whether they pay."
-    paying = _paying(rows)
+        return (
+            "A single worker sends nothing; plan for more workers to see whether they "
+            "pay off."
+        )
+    paying = _most_paying(rows)
     if paying == several[-1]:
-        return f"Pays up to {_as_fast(paying)}; nothing was asked about more."
-    now = 1 if paying is None else paying.workers
-    refused = next(row for row in several if row.workers > now)
-    if refused.carried < CARRIED:
+        return f"Pays off up to {_speedup(paying)}; no more workers were planned for."
+    paying_workers = 1 if paying is None else paying.workers
+    refused = next(row for row in several if row.workers > paying_workers)
+    if refused.carried < LEAST_CARRIED:
         cause = f"the {refused.limit} carries {refused.carried:.0%} of the exchanges"
     else:
         cause = (
-            f"the limit is {refused.limit!r}, and the efficiency "
+            f"the limit is {refused.limit!r}, and the efficiency is "
             f"{refused.efficiency:.1%}"
         )
-    cause = f"{cause} at {refused.workers} workers"
+    cause = f"at {refused.workers} workers, {cause}"
     if paying is None:
         best = max(several, key=lambda row: row.samples_per_s)
-        verdict = "Does not pay" if best.speed <= 1 else "Hardly pays"
-        summary = f"{verdict}: {_as_fast(best)} at best; {cause}."
+        verdict = "Does not pay off" if best.speed <= 1 else "Hardly pays off"
+        summary = f"{verdict}: {_speedup(best)} at best; {cause}."
     else:
-        summary = f"Pays up to {_as_fast(paying)}; then {cause}."
+        summary = f"Pays off up to {_speedup(paying)}; {cause}."
     remedies = []
     for changes in _changes(measured, master):
-        for how, costs, changed in changes:
-            predictions = [predict(costs, changed, link, row.workers) for row in rows]
-            better = _paying(predictions)
-            if better is not None and better.workers > now:
-                remedies.append(f"{better.workers} with {how}")
+        for change in changes:
+            predictions = [
+                predict(change.costs, change.master, link, row.workers) for row in rows
+            ]
+            better = _most_paying(predictions)
+            if better is not None and better.workers > paying_workers:
+                remedies.append(f"{better.workers} with {change.name}")
                 break  # the mildest change that helps is enough
     if remedies:
-        return f"{summary} It would pay up to {', '.join(remedies)}."
-    others = [f"{LONGER[-1]} times the batch nor a tenth of the density"]
+        return f"{summary} It would pay off up to {', '.join(remedies)}."
+    useless = [f"{FACTORS[-1]} times the batch nor a tenth of the density"]
     if master.exchange_every != "auto":
-        others.insert(0, f"exchange_every={master.exchange_every * LONGER[-1]}")
-    return f"{summary} Neither {' nor '.join(others)} would change that."
+        useless.insert(0, f"exchange_every={master.exchange_every * FACTORS[-1]}")
+    return f"{summary} Neither {' nor '.join(useless)} would change that."
 
 
-def _paying(rows: Sequence[Prediction]) -> Prediction | None:
+def _most_paying(rows: Sequence[Prediction]) -> Prediction | None:
     """Return the prediction for the most workers that pay off, or None."""
-    pays = [
+    paying = [
         row
         for row in rows
         if row.workers > 1
-        and row.efficiency >= PAYS
-        and row.carried >= CARRIED
+        and row.efficiency >= LEAST_EFFICIENCY
+        and row.carried >= LEAST_CARRIED
         and row.speed > 1
     ]
-    return pays[-1] if pays else None
+    return paying[-1] if paying else None
 
 
-def _as_fast(row: Prediction) -> str:
+def _speedup(row: Prediction) -> str:
     return f"{row.workers} workers, {row.speed:.2g} times as fast as one"
 
 
-Change = tuple[str, Measured, GradientSharing]  # its name, costs and master
+class Change(NamedTuple):
+    """A change of the training that may make more workers pay off."""
+
+    name: str
+    costs: Measured
+    master: GradientSharing
 
 
 def _changes(measured: Measured, master: GradientSharing) -> Iterator[list[Change]]:
     """Yield changes that may help, by kind, the mildest first."""
-    gathering, batches = [], []
-    for factor in LONGER:
-        if master.exchange_every != "auto":
-            every = factor * master.exchange_every
-            rarer = dataclasses.replace(master, exchange_every=every)
-            # A rarer update has the entries of several updates.
-            costs = measured.scaled(
-                apply_s=factor, decode_s=factor, update_bytes=factor
+    if master.exchange_every != "auto":
+        yield [
+            Change(
+                f"exchange_every={factor * master.exchange_every}",
+                # A rarer update has the entries of several updates.
+                measured.scaled(apply_s=factor, decode_s=factor, update_bytes=factor),
+                dataclasses.replace(
+                    master, exchange_every=factor * master.exchange_every
+                ),
             )
-            gathering.append((f"exchange_every={every}", costs, rarer))
-        larger = measured.scaled(rows=factor, gradients_s=factor)
-        how = f"{factor} times the batch (accumulate={factor})"
-        batches.append((how, larger, master))
+            for factor in FACTORS
+        ]
+    yield [
+        Change(
+            f"{factor} times the batch (accumulate={factor})",
+            measured.scaled(rows=factor, gradients_s=factor),
+            master,
+        )
+        for factor in FACTORS
+    ]
     density = measured.alone.density
-    how = f"a density of {density / SPARSER:.0e} instead of {density:.0e}"
-    # Fewer entries save bytes and no time.
-    sparser = measured.scaled(update_bytes=1 / SPARSER)
-    yield from (gathering, batches, [(how, sparser, master)])
+    yield [
+        Change(
+            f"a density of {density / SPARSER:.0e} instead of {density:.0e}",
+            measured.scaled(update_bytes=1 / SPARSER),  # fewer entries save no time
+            master,
+        )
+    ]

@@ -13,7 +13,7 @@ from daskdl import DataError, GradientSharing, ModelError, OptionError
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(16) % 3
-WORKERS = "workers must be a whole number >= 1, or several of them, got "
+WORKERS = "workers must be a whole number >= 1, or several such numbers, got "
 BANDWIDTH = "bandwidth_bits_per_s must be a number > 0, got "
 LATENCY = "latency_s must be seconds >= 0, got "
 
@@ -36,7 +36,7 @@ LATENCY = "latency_s must be seconds >= 0, got "
         ),
         (
             {"master": GradientSharing(replicas_per_worker=2)},
-            *(OptionError, "replicas_per_worker must be 1 in the master of a plan, go"),
+            *(OptionError, "the master of a plan must have replicas_per_worker=1, got"),
         ),
         ({"batch": [X, Y]}, OptionError, "batch must be a tuple (X, y), got a list"),
         (

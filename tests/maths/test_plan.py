@@ -229,18 +229,22 @@ def advice(workers=UP_TO_64, link=FAST, master=SHARING, **changes):
 
 # Numbers of workers, other arguments, and parts of the advice.
 ADVICE = {
-    "no question": ((1,), {}, ["One worker sends nothing: ask for more to see"]),
+    "no question": ((1,), {}, ["A single worker sends nothing; plan for more"]),
     "all pay": (
         *((1, 2, 4), {}),
-        ["Pays up to 4 workers, 3.2 times as fast as one; nothing was asked about mo"],
+        ["Pays off up to 4 workers, 3.2 times as fast as one; no more workers were p"],
     ),
-    "some pay": (UP_TO_64, {}, ["Pays up to ", "the limit is 'messages', and the eff"]),
+    "some pay": (
+        UP_TO_64,
+        {},
+        ["Pays off up to ", "the limit is 'messages', and the e"],
+    ),
     "a larger batch helps": (
         UP_TO_64,
         {"gradients_s": 0.001, "optimizer_s": 0.0, "apply_s": 0.0, "decode_s": 0.0},
         [
-            "Does not pay: 64 workers, 0.43 times as fast",
-            "It would pay up to",
+            "Does not pay off: 64 workers, 0.43 times as fast",
+            "It would pay off up to",
             "16 times the batch (accumulate=1",
         ],
     ),
@@ -250,7 +254,7 @@ ADVICE = {
     ),
     "too few exchanges do not pay": (
         *((1, 2, 3), {"link": Network(1e5, 0.0), "master": UNBOUNDED}),
-        ["Hardly pays: 3 workers, ", "the link carries 6% of the exchanges at 2 worke"],
+        ["Hardly pays off: 3 workers, ", "at 2 workers, the link carries 6% of the ex"],
     ),
     "nothing helps": (
         *((1, 2), {"gradients_s": 1e-5, "optimizer_s": 0.0, "encode_s": 0.9}),
@@ -263,7 +267,7 @@ ADVICE = {
             | {"item_s": 0.0, "request_s": 0.0},
             [verdict],
         )
-        for verdict, encode_s in (("Pays", 0.099), ("Does not pay: 2 worker", 0.11))
+        for verdict, encode_s in (("Pays off", 0.099), ("Does not pay off: 2", 0.11))
     },
 }
 

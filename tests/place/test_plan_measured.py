@@ -159,14 +159,14 @@ def test_all_options_of_gradient_sharing_are_measured(options):
 
 
 def test_a_loss_that_diverges_is_an_error():
-    with pytest.raises(daskdl.DivergedError, match="within some steps; lower the"):
+    with pytest.raises(daskdl.DivergedError, match="within a few steps; lower the"):
         costs(
             batch=(X, X[:, :3]),
             optimizer=lambda params: torch.optim.SGD(params, lr=1e30),
         )
 
 
-# ---- processes of this machine, which measure at the same time
+# ---- processes on this machine, which measure at the same time
 
 
 def failures():
@@ -219,4 +219,4 @@ def test_workers_of_this_machine_share_its_cores(monkeypatch):
     assert plan.measured.processes == 2
     assert plan.measured.together.rows == 16
     assert plan.rows[3].samples_per_s < 4 * plan.rows[0].samples_per_s
-    assert "processes of this machine" in str(plan)
+    assert "processes on this machine" in str(plan)

@@ -1,7 +1,7 @@
 """Lazy outputs of Dask collections: one task per partition.
 
-Hides how examples and rows, keys and labels are distinguished, how a model is sent to
-each worker once, and how outputs become arrays, dataframes, bags and lists.
+This module distinguishes examples from rows and keys from labels, sends a model to each
+worker once, and converts outputs to arrays, dataframes, bags and lists.
 """
 
 import copy
@@ -10,7 +10,7 @@ import datetime
 import functools
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,15 +26,14 @@ from daskdl.data import batching, dask_collections
 from daskdl.data.batching import Rows, Tree
 from daskdl.data.dask_collections import Collections, ExampleCollection, Finish
 from daskdl.data.distribute import map_parts, new_key, workers_of
-from daskdl.data.named_columns import Columns as Names
-from daskdl.data.named_columns import NamedRows
+from daskdl.data.named_columns import Columns, NamedRows
 from daskdl.data.source import STREAMED_ROWS, Facts, Source, facts_of
 from daskdl.errors import DataError, ModelError
 from daskdl.serialization import Packed
 
-# Maps blocks of rows to the outputs of all blocks, numpy arrays with a row for each.
-Ask = Callable[[Iterator[Rows]], Tree]
-Columns = tuple[Any, ...] | None  # names of a dataframe's columns
+# Computes the outputs for blocks of rows: numpy arrays with one row per input row.
+Apply = Callable[[Iterator[Rows]], Tree]
+ColumnNames = tuple[Any, ...] | None  # of a dataframe
 
 
 class error_context(AbstractContextManager[None]):
@@ -52,13 +51,13 @@ class error_context(AbstractContextManager[None]):
 # ---- examples and their keys
 
 
-_NAMES = (str, bytes, uuid.UUID, datetime.date, np.datetime64)
+_NAMES = (str, bytes, uuid.UUID, datetime.date, np.datetime64)  # types of names
 
 
 def is_keyed(example: Any) -> bool:
     """Whether an example is (key, x) or (key, (x, y)), rather than (x, y) or x.
 
-    Text, bytes, UUIDs and dates are keys; so are integers that arrays follow, and
+    Strings, bytes, UUIDs and dates are keys, and so are integers before arrays, and
     tuples of these.
 
     Example:
@@ -75,12 +74,12 @@ def is_keyed(example: Any) -> bool:
 
 
 def split_keys(examples: Sequence[Any], name: str) -> tuple[list[Any], list[Any]]:
-    """Return the first and the second members of pairs (key, x) of a part."""
+    """Return the keys and the inputs of pairs (key, x); `name` is that of the part."""
     for number, example in enumerate(examples):
         if not dask_collections.is_pair(example):
             raise DataError(
-                f"example {number} of {name} must be a pair (key, x) like the first "
-                f"example, got a {type(example).__name__}; if the examples have no "
+                f"example {number} of {name} must be a pair (key, x), as the first "
+                f"example is, got a {type(example).__name__}; if examples have no "
                 "keys, pass keyed=False"
             )
     return [key for key, _ in examples], [x for _, x in examples]
@@ -100,30 +99,36 @@ def _is_name(key: Any) -> bool:
 
 @dataclass(frozen=True)
 class ExampleReader:
-    """Reads parts that are lists of examples, or rows; picklable."""
+    """Picklable: reads parts that are lists of examples, or rows."""
 
-    rows: Finish  # makes rows of a value that is not a list of examples
-    bag: bool  # every value is a list of examples
-    keyed: bool | None  # None: not known yet
+    rows: Finish  # converts a value that is not a list of examples to rows
+    bag: bool  # whether every value is a list of examples
+    keyed: bool | None  # whether examples are pairs (key, x); None: unknown
 
-    def outputs(self, ask: Ask, value: Any, part: int) -> Any:
+    def outputs(self, apply: Apply, value: Any, part: int) -> Any:
         """Return a tree of outputs for rows; for examples a list, or pairs if keyed."""
         if not (self.bag or isinstance(value, list)):
-            return ask(iter([self.rows([value], part)]))
+            return apply(iter([self.rows([value], part)]))
         name, examples, keys = f"part {part}", list(value), None
         if self.keyed:
             keys, examples = split_keys(examples, name)
+        # Only examples of the same shapes can be stacked.
+        by_shapes: defaultdict[Any, list[int]] = defaultdict(list)
+        for position, example in enumerate(examples):
+            by_shapes[_shapes_of_example(example)].append(position)
         outputs: list[Tree] = [None] * len(examples)
-        for places in _grouped(map(_shapes_of_example, examples)):
-            cuts = range(0, len(places), STREAMED_ROWS)
-            some = ([examples[i] for i in places[c : c + STREAMED_ROWS]] for c in cuts)
-            rows = ask(dask_collections.stacked(together, name) for together in some)
-            for row, place in enumerate(places):
-                outputs[place] = batching.rows(rows, row)
+        for positions in by_shapes.values():
+            blocks = (
+                [examples[i] for i in positions[start : start + STREAMED_ROWS]]
+                for start in range(0, len(positions), STREAMED_ROWS)
+            )
+            rows = apply(dask_collections.stacked(block, name) for block in blocks)
+            for row, position in enumerate(positions):
+                outputs[position] = batching.rows(rows, row)
         return outputs if keys is None else list(zip(keys, outputs, strict=True))
 
     def first_rows(self, value: Any, part: int) -> tuple[Facts | None, bool]:
-        """Return rows for a dry run, None without rows, and whether they have keys."""
+        """Return facts for a dry run, None without rows, and whether rows have keys."""
         if not (self.bag or isinstance(value, list)):
             if self.keyed:
                 raise DataError(
@@ -146,14 +151,6 @@ def _shapes_of_example(example: Any) -> tuple[Any, ...]:
     return tuple((name, *np.shape(leaf)) for name, leaf in named.items())
 
 
-def _grouped(kinds: Iterable[Any]) -> list[list[int]]:
-    """Group examples by kind: return the positions of the examples of each kind."""
-    places: defaultdict[Any, list[int]] = defaultdict(list)
-    for place, kind in enumerate(kinds):
-        places[kind].append(place)
-    return list(places.values())
-
-
 def _unread(values: list[Any], part: int) -> Rows:
     """Return the value of a part unchanged; an `ExampleReader` reads it later."""
     (value,) = values
@@ -161,9 +158,11 @@ def _unread(values: list[Any], part: int) -> Rows:
 
 
 class Examples(Collections):
-    """A bag, or a list of Delayed objects and futures, whose parts are not stacked yet.
+    """A bag, or a list of Delayed objects and futures, with examples not yet stacked.
 
-    `keyed` says whether examples are pairs (key, x); None: the first example decides.
+    Args:
+        pairs: The source, which would stack its examples.
+        keyed: Whether examples are pairs (key, x). None: the first example decides.
     """
 
     keyable = True
@@ -175,7 +174,7 @@ class Examples(Collections):
 
     @override
     def _arrange_(
-        self, known: Names, columns: Names, classes: Sequence[str] | None
+        self, known: Columns, columns: Columns, classes: Sequence[str] | None
     ) -> None:
         rows = dask_collections.Arranged(self.reader.rows, columns, classes)
         self.reader = dataclasses.replace(self.reader, rows=rows)
@@ -184,11 +183,15 @@ class Examples(Collections):
 def with_first_rows(
     source: Source, client: Client | Literal[False], keyed: bool | None = None
 ) -> Source:
-    """Return the source with rows for a dry run, `ExampleCollection` as `Examples`.
+    """Return the source with rows for a dry run.
 
-    Computes one part after the other until one has rows. If no order of columns is
-    expected, the first part determines it. `keyed` says whether examples are pairs
-    (key, x); None: the first example decides.
+    This computes one part after another until a part has rows, which also determine the
+    order of columns, unless the source expects an order.
+
+    Args:
+        source: Not changed.
+        client: Computes the parts; False: this process.
+        keyed: Whether examples are pairs (key, x). None: the first example decides.
     """
     if isinstance(source, ExampleCollection):
         source = Examples(source, keyed)
@@ -197,20 +200,19 @@ def with_first_rows(
         return source
     for part in range(source.parts):
         first_rows = functools.partial(_first_rows, reader)
-        look = map_parts(source, first_rows, client, parts=[part])
-        for _, (facts, has_keys) in look:
-            if facts is not None and facts.first_rows is not None:
-                known = copy.copy(source)
-                known.first_rows = facts.first_rows
-                if isinstance(known, Examples):
-                    known.reader = dataclasses.replace(known.reader, keyed=has_keys)
-                named_rows = NamedRows.of(facts.first_rows)
-                columns = {**named_rows.columns, **(source.columns or {})}
-                if source.first_rows is None:
-                    named_rows.warn_of_positions(
-                        columns, source.training_columns, source.name(part)
-                    )
-                return known.arranged(columns, named_rows.classes)
+        [(_, (facts, has_keys))] = map_parts(source, first_rows, client, parts=[part])
+        if facts is not None and facts.first_rows is not None:
+            known = copy.copy(source)
+            known.first_rows = facts.first_rows
+            if isinstance(known, Examples):
+                known.reader = dataclasses.replace(known.reader, keyed=has_keys)
+            named_rows = NamedRows.of(facts.first_rows)
+            columns = {**named_rows.columns, **(source.columns or {})}
+            if source.first_rows is None:
+                named_rows.warn_of_positions(
+                    columns, source.training_columns, source.name(part)
+                )
+            return known.arranged(columns, named_rows.classes)
     raise DataError(f"X must not be empty, got no rows in {source.parts} parts")
 
 
@@ -227,26 +229,26 @@ def _first_rows(
 # ---- tasks
 
 
-# Dask warns about graphs above 10 MB, and a message of a gigabyte would block the
-# scheduler while it is read.
+# Dask warns about graphs above 10 MB, and reading a message of a gigabyte would block
+# the scheduler.
 BLOCK_BYTES = 4 * 2**20
 
 
-def broadcast_model(packed: Packed[Any], client: Client | Literal[False]) -> Any:
-    """Return a task that sends the same object to each worker once.
+def broadcast(packed: Packed[Any], client: Client | Literal[False]) -> Any:
+    """Return a task whose result is the packed object, sent to each worker once.
 
-    Dask sends the result of the task to the workers that need it, releases it after the
-    last use, and computes it again if its worker dies; scattered data would be lost.
-    The scheduler keeps the bytes as long as a result depends on them.
+    Dask sends the result to the workers that need it, releases it after the last use,
+    and computes it again if its worker dies; scattered data would be lost. The
+    scheduler keeps the bytes as long as a result depends on them.
     """
     name = new_key("model")
     if client is False:
         return delayed(packed, name=name, traverse=False)
-    workers_of(client)  # raises if there are none
+    workers_of(client)  # raises an error if there are none
     starts = range(0, packed.payload.nbytes, BLOCK_BYTES)
     blocks = [
         client.submit(
-            _block,
+            np.asarray,
             packed.payload[start : start + BLOCK_BYTES],
             key=new_key("model-block"),
             pure=False,
@@ -258,10 +260,6 @@ def broadcast_model(packed: Packed[Any], client: Client | Literal[False]) -> Any
     return client.submit(_joined, kind, blocks, packed.argument, key=name, pure=False)
 
 
-def _block(block: np.ndarray) -> np.ndarray:
-    return block
-
-
 def _joined(
     kind: type[Packed[Any]], blocks: Sequence[np.ndarray], argument: str
 ) -> Packed[Any]:
@@ -270,30 +268,30 @@ def _joined(
 
 
 def partition_outputs(
-    source: Collections, ask: Ask, client: Client | Literal[False]
+    source: Collections, apply: Apply, client: Client | Literal[False]
 ) -> list[Delayed]:
-    """Return the outputs of each partition, Delayed; see `lazy_outputs`.
+    """Return the outputs of each partition as Delayed objects; see `lazy_outputs`.
 
-    The outputs are lists of all output arrays; for `Examples`, see
+    The outputs of a partition are a list of all output arrays; for `Examples`, see
     `ExampleReader.outputs`.
     """
-    shared, name = broadcast_model(Packed(ask, "model"), client), new_key("predict")
-    reader = source.reader if isinstance(source, Examples) else None
+    model, name = broadcast(Packed(apply, "model"), client), new_key("predict")
+    reader = source.reader if isinstance(source, Examples) else source.finish
     task = delayed(_outputs_of_part, pure=False)
     return [
-        task(shared, reader or source.finish, part, values, dask_key_name=(name, part))
+        task(model, reader, part, values, dask_key_name=(name, part))
         for part, values in enumerate(source.partitions.delayed(client))
     ]
 
 
 def _outputs_of_part(
-    ask: Packed[Ask], reader: ExampleReader | Finish, part: int, values: list[Any]
+    apply: Packed[Apply], reader: ExampleReader | Finish, part: int, values: list[Any]
 ) -> Any:
     with error_context(f"in part {part}"):
         if isinstance(reader, ExampleReader):
-            return reader.outputs(ask.shared(), values[0], part)
+            return reader.outputs(apply.shared(), values[0], part)
         rows = reader(values, part)
-        return batching.leaves(ask.shared()(iter([rows])))
+        return batching.leaves(apply.shared()(iter([rows])))
 
 
 # ---- collections of outputs
@@ -301,27 +299,33 @@ def _outputs_of_part(
 
 def lazy_outputs(
     source: Collections,
-    ask: Ask,
+    apply: Apply,
     empty: Tree,
     client: Client | Literal[False],
     names: Sequence[Any] | None = None,
 ) -> Any:
-    """Apply a function to a collection, lazily.
+    """Apply a function to a collection lazily.
 
-    The cluster keeps `ask` as long as the result exists. If the outputs are a single
-    table with as many columns as `names`, the columns get these names.
+    The cluster keeps `apply` as long as the result exists.
+
+    Args:
+        source: The rows or examples.
+        apply: The function, sent to each worker once.
+        empty: Outputs for zero rows, numpy arrays.
+        client: Keeps `apply`; False: the graph contains it.
+        names: Names of the columns, if the outputs are one table with as many columns.
     """
-    parts = partition_outputs(source, ask, client)
+    parts = partition_outputs(source, apply, client)
     if isinstance(source, Examples):
         return _bag(parts) if source.reader.bag else parts
     if (chunks := source.block_lengths) is not None:
         leaves = enumerate(batching.leaves(empty))
         return batching.with_leaves(
-            empty, [_array(parts, i, x, chunks) for i, x in leaves]
+            empty, [_array(parts, i, leaf, chunks) for i, leaf in leaves]
         )
     frame, *_ = source.partitions.collections
     values = source.partitions.delayed(client)
-    return collection_of_tables(parts, empty, frame, values, names)
+    return _tables(parts, empty, frame, values, names)
 
 
 def _bag(parts: list[Delayed]) -> Any:
@@ -330,28 +334,28 @@ def _bag(parts: list[Delayed]) -> Any:
     return from_delayed(parts)
 
 
-def keyed_by_file(source: Source, ask: Ask, client: Client | Literal[False]) -> Any:
-    """Return a bag of pairs (key, output), lazily, for a source whose parts are files.
+def keyed_by_file(source: Source, apply: Apply, client: Client | Literal[False]) -> Any:
+    """Return a lazy bag of pairs (key, output) for a source whose parts are files.
 
     The key is the path or URL of the file if each file is one example; otherwise it is
-    a pair of that and the row in the file, from 0.
+    a pair of the path or URL and the row in the file, counted from 0.
     """
     source.prepare(client)
-    packed_source = broadcast_model(Packed(source, "X"), client)
-    packed_ask = broadcast_model(Packed(ask, "model"), client)
+    packed_source = broadcast(Packed(source, "X"), client)
+    packed_apply = broadcast(Packed(apply, "model"), client)
     task, name = delayed(_pairs_of_files, pure=False), new_key("predict")
     return _bag(
         [
-            task(packed_source, packed_ask, part, dask_key_name=(name, part))
+            task(packed_source, packed_apply, part, dask_key_name=(name, part))
             for part in range(source.parts)
         ]
     )
 
 
 def _pairs_of_files(
-    packed_source: Packed[Source], packed_ask: Packed[Ask], part: int
+    packed_source: Packed[Source], packed_apply: Packed[Apply], part: int
 ) -> list[tuple[Any, Any]]:
-    source, ask = packed_source.shared(), packed_ask.shared()
+    source, apply = packed_source.shared(), packed_apply.shared()
     files = source.pieces(part)
     urls = [url for url, _ in files] or [source.name(part)]
     keys: list[Any] = []
@@ -359,7 +363,7 @@ def _pairs_of_files(
     def rows_of_files() -> Iterator[Rows]:
         if source.one_example:
             keys.extend(urls)
-            yield from source.stream(part, STREAMED_ROWS)  # loads several at a time
+            yield from source.stream(part, STREAMED_ROWS)  # loads files in parallel
             return
         load_part = functools.partial(source.load_counted, part)
         loads = [load for _, load in files] or [load_part]
@@ -369,54 +373,60 @@ def _pairs_of_files(
             yield rows
 
     with error_context(f"in {source.name(part)}"):
-        outputs = ask(rows_of_files())
-    pairs = ((key, batching.rows(outputs, row)) for row, key in enumerate(keys))
-    return list(pairs)
+        outputs = apply(rows_of_files())
+    return [(key, batching.rows(outputs, row)) for row, key in enumerate(keys)]
 
 
 def _array(
     parts: Sequence[Delayed], number: int, empty: np.ndarray, rows: Sequence[float]
 ) -> Any:
-    import dask.array  # takes half a second, and scipy
+    """Return the output with this number as a ``dask.array``."""
+    import dask.array  # takes half a second, and imports scipy
 
     # from_delayed and concatenate would drop empty blocks.
     name = new_key("outputs")
-    take = delayed(list.__getitem__, pure=False)
-    taken = [
-        take(part, number, dask_key_name=f"{name}-{i}") for i, part in enumerate(parts)
+    select = delayed(list.__getitem__, pure=False)
+    blocks = [
+        select(part, number, dask_key_name=f"{name}-{i}")
+        for i, part in enumerate(parts)
     ]
     inner = (0,) * (empty.ndim - 1)
-    layer: Any = {(name, i, *inner): part.key for i, part in enumerate(taken)}
+    layer: Any = {(name, i, *inner): block.key for i, block in enumerate(blocks)}
     return dask.array.Array(
-        HighLevelGraph.from_collections(name, layer, dependencies=taken),
+        HighLevelGraph.from_collections(name, layer, dependencies=blocks),
         name,
         chunks=(tuple(rows), *((size,) for size in empty.shape[1:])),
         meta=empty,
     )
 
 
-def collection_of_tables(
+def _tables(
     parts: Sequence[Delayed],
     empty: Tree,
     frame: Any,
     values: Sequence[Any],
     names: Sequence[Any] | None,
 ) -> Tree:
-    """Return a tree of dataframes and series with the index and divisions of a frame.
+    """Return a tree of Dask dataframes and series, see `tables_of`.
 
-    `values` has a list for each part: the partitions that its outputs are computed
-    from, that of the frame first. See `tables_of`.
+    Args:
+        parts: The outputs of each partition.
+        empty: Outputs for zero rows.
+        frame: Determines the index and the divisions.
+        values: For each partition, a list of the partitions from which its outputs are
+            computed; that of `frame` is the first.
+        names: See `lazy_outputs`.
     """
     check_tabular(empty, "dask.dataframe; use X.to_dask_array(lengths=True)")
     leaves = batching.leaves(empty)
 
-    def lazy_table(outputs: Sequence[int], columns: Columns) -> Any:
+    def lazy_table(outputs: Sequence[int], columns: ColumnNames) -> Any:
         import dask.dataframe
 
         table = functools.partial(_table, outputs, columns)
-        make = delayed(_table_of_part, pure=False)
+        table_of_part = delayed(_table_of_part, pure=False)
         return dask.dataframe.from_delayed(
-            [make(table, *part) for part in zip(parts, values, strict=True)],
+            [table_of_part(table, *part) for part in zip(parts, values, strict=True)],
             meta=table(leaves, frame._meta),
             divisions=frame.divisions,
             verify_meta=False,
@@ -429,19 +439,22 @@ def pandas_of(outputs: Tree, frame: Any, names: Sequence[Any] | None) -> Tree:
     """Return outputs as dataframes and series with the index of a frame."""
     leaves = batching.leaves(outputs)
 
-    def table(numbers: Sequence[int], columns: Columns) -> Any:
+    def table(numbers: Sequence[int], columns: ColumnNames) -> Any:
         return _table(numbers, columns, leaves, frame)
 
     return tables_of(outputs, names, table)
 
 
-def check_tabular(outputs: Tree, kind: str) -> None:
-    """Refuse outputs with more than two axes; `kind` names the table and a remedy."""
+def check_tabular(outputs: Tree, target: str) -> None:
+    """Raise a ModelError for outputs with more than two axes.
+
+    `target` names the kind of table, followed by a remedy.
+    """
     for leaf in batching.leaves(outputs):
         if leaf.ndim > 2:
             raise ModelError(
-                f"the output has the shape {leaf.shape[1:]} for each row, which does "
-                f"not fit into a {kind}, or pass a postprocess that returns one or two "
+                f"the output has shape {leaf.shape[1:]} for each row, which does not "
+                f"fit into a {target}, or pass a postprocess that returns one or two "
                 "axes"
             )
 
@@ -449,12 +462,18 @@ def check_tabular(outputs: Tree, kind: str) -> None:
 def tables_of(
     outputs: Tree,
     names: Sequence[Any] | None,
-    table: Callable[[Sequence[int], Columns], Any],
+    table: Callable[[Sequence[int], ColumnNames], Any],
 ) -> Tree:
-    """Return a tree of tables; `table` creates one from the positions of its outputs.
+    """Return a tree of tables.
 
-    A dict of outputs with one number per row becomes one dataframe with these columns.
-    Each other output becomes a table: a series if it has one number per row.
+    A dict of outputs with one number per row becomes one dataframe, with a column for
+    each output. Any other output becomes a series if it has one number per row, else a
+    dataframe.
+
+    Args:
+        outputs: Numpy arrays with one or two axes.
+        names: Names of the columns, if `outputs` is an array with as many columns.
+        table: Creates a table from the numbers of its outputs and its column names.
     """
     count = len(batching.leaves(outputs))
     if isinstance(outputs, dict) and all(
@@ -462,8 +481,8 @@ def tables_of(
     ):
         return table(range(count), tuple(outputs))
     if isinstance(outputs, np.ndarray):
-        fit = names is not None and outputs.shape[1:] == (len(names),)
-        return table([0], tuple(names or ()) if fit else None)
+        matches = names is not None and outputs.shape[1:] == (len(names),)
+        return table([0], tuple(names or ()) if matches else None)
     return batching.with_leaves(outputs, [table([i], None) for i in range(count)])
 
 
@@ -477,17 +496,17 @@ def _table_of_part(
 
 def _table(
     outputs: Sequence[int],
-    columns: Columns,
+    columns: ColumnNames,
     leaves: Sequence[np.ndarray],
-    like: Any,
+    frame: Any,
 ) -> Any:
-    """Return some outputs of a partition as a pandas object with its index."""
+    """Return some outputs of a partition as a pandas object with the frame's index."""
     import pandas
 
     arrays = [leaves[number] for number in outputs]
     if arrays[0].ndim == 2:
-        return pandas.DataFrame(arrays[0], index=like.index, columns=columns)
+        return pandas.DataFrame(arrays[0], index=frame.index, columns=columns)
     if columns is None:
-        return pandas.Series(arrays[0], index=like.index)
-    named = dict(zip(columns, arrays, strict=True))
-    return pandas.DataFrame(named, index=like.index)
+        return pandas.Series(arrays[0], index=frame.index)
+    by_name = dict(zip(columns, arrays, strict=True))
+    return pandas.DataFrame(by_name, index=frame.index)

@@ -1,7 +1,7 @@
 """Replicas of a predictor's model, on the workers of a cluster or in this process.
 
-Hides how replicas are placed, called and replaced, and how their model is swapped. An
-OSError means that a replica cannot be reached.
+The pool places, calls and replaces replicas, and swaps their model. An OSError means
+that a replica cannot be reached.
 """
 
 import asyncio
@@ -57,12 +57,12 @@ T = TypeVar("T")
 class Outputs(NamedTuple):
     """Outputs of a batch."""
 
-    tree: Tree  # of numpy arrays
-    dtypes: tuple[torch.dtype, ...]  # by leaf: numpy has no bfloat16
+    tree: Tree  # numpy arrays
+    dtypes: tuple[torch.dtype, ...]  # of each leaf, because numpy has no bfloat16
 
     @classmethod
     def of(cls, outputs: Any, rows: int) -> "Outputs":
-        """Convert outputs; refuse anything but a tree of tensors with `rows` rows."""
+        """Convert outputs, which must be a tree of tensors with `rows` rows."""
         for leaf in batching.leaves(outputs):
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
@@ -76,7 +76,7 @@ class Outputs(NamedTuple):
 
 
 class ModelFailure(NamedTuple):
-    """An error of a model or a transform as text, so that no frames are kept."""
+    """An error of a model or a transform, as text that keeps no frames alive."""
 
     summary: str
     details: str  # the traceback
@@ -87,9 +87,9 @@ class ModelFailure(NamedTuple):
         return cls(summary, "".join(traceback.format_exception(error)))
 
     def error(self, what: str) -> ModelError:
-        """Return the error to raise in the caller."""
+        """Return the error to raise in the caller; `what` says what has failed."""
         error = ModelError(f"{what}: {self.summary}")
-        error.add_note(f"where it happened:\n{self.details}")
+        error.add_note(f"original traceback:\n{self.details}")
         return error
 
 
@@ -97,24 +97,23 @@ class ModelReplica(ABC):
     """A model that answers batches in the order of their arrival.
 
     All methods are called on one event loop, and raise an OSError if the replica is
-    lost. Only the pool changes `version` (of the model in use) and `staged` (of the
-    model that was sent last).
+    lost. Only the pool changes `version` and `staged`.
     """
 
-    place: str
-    version: int = 0
-    staged: int = 0
+    place: str  # address of the worker, or "this process"
+    version: int = 0  # of the model in use
+    staged: int = 0  # version of the model that was sent last
 
     async def open(self) -> None:  # noqa: B027  # optional
         """Start the replica, without a model."""
 
     @abstractmethod
     async def stage(self, version: int, model: PackedModel) -> ModelFailure | None:
-        """Unpack a model beside the one in use."""
+        """Unpack a model, while the current model stays in use."""
 
     @abstractmethod
     async def use(self, version: int) -> None:
-        """Answer later batches with this model, and release all others."""
+        """Answer later batches with this version, and release all others."""
 
     @abstractmethod
     async def ask(self, x: Tree) -> Outputs | ModelFailure:
@@ -125,7 +124,10 @@ class ModelReplica(ABC):
 
     @abstractmethod
     async def close(self, wait: bool) -> None:
-        """Close the replica; `wait` until the last batch is done and memory is free."""
+        """Close the replica.
+
+        `wait`: return after the last batch is done and the memory is released.
+        """
 
 
 class Host(ABC):
@@ -135,8 +137,9 @@ class Host(ABC):
     async def places(self) -> list[str]:
         """Return the places that exist now, in a fixed order.
 
-        Raises an OSError if they cannot be listed now, and a ChannelError if they never
-        can be again.
+        Raises:
+            OSError: If the places cannot be listed now.
+            ChannelError: If they will never be listed again.
         """
 
     @abstractmethod
@@ -144,13 +147,13 @@ class Host(ABC):
         """Return an unopened replica, one of at most `sharing` at the same place."""
 
 
-async def within(doing: Awaitable[T], bound: Bound, what: str) -> T:
-    """Wait for at most `bound`; after that, cancel and raise a WaitTimeoutError."""
+async def within(awaitable: Awaitable[T], bound: Bound, what: str) -> T:
+    """Wait for at most `bound`; then cancel, and raise a WaitTimeoutError."""
     try:
-        async with asyncio.timeout(bound.seconds) as waiting:
-            return await doing
+        async with asyncio.timeout(bound.seconds) as timeout:
+            return await awaitable
     except TimeoutError as error:
-        if not waiting.expired():
+        if not timeout.expired():
             raise
         raise WaitTimeoutError(f"{what} within {bound}") from error
 
@@ -159,9 +162,9 @@ async def within(doing: Awaitable[T], bound: Bound, what: str) -> T:
 
 
 class ModelThread(ModelReplica):
-    """A model in this process, and the thread that computes with it.
+    """A model in this process, and the thread that applies it.
 
-    Methods are called on one event loop; the computations run in the thread.
+    Methods are called on one event loop; the model runs in the thread.
     """
 
     place = "this process"
@@ -172,14 +175,14 @@ class ModelThread(ModelReplica):
     def __init__(self, transform: Packed[Transform] | None, threads: int) -> None:
         self._transform = transform
         self._model, self._staged = None, {}
-        self._in_use = 0
+        self._version = 0  # of the model in use
         self.closed = False
         self._loop = asyncio.get_running_loop()
-        self._gone = asyncio.Event()
-        self._ending = contextlib.ExitStack()
+        self._released = asyncio.Event()
+        self._settings = contextlib.ExitStack()
         self._executor = ThreadPoolExecutor(1, "daskdl-predictor")
-        # torch applies the setting to the thread that makes it, and to later threads.
-        self._executor.submit(self._ending.enter_context, torch_threads(threads))
+        # torch applies the setting to the calling thread, and to later threads.
+        self._executor.submit(self._settings.enter_context, torch_threads(threads))
 
     # ---- event loop
 
@@ -193,8 +196,8 @@ class ModelThread(ModelReplica):
 
     @override
     async def use(self, version: int) -> None:
-        if version != self._in_use:
-            self._model, self._in_use = self._staged[version], version
+        if version != self._version:
+            self._model, self._version = self._staged[version], version
         self._staged.clear()
 
     @override
@@ -205,19 +208,19 @@ class ModelThread(ModelReplica):
     async def close(self, wait: bool) -> None:
         if not self.closed:
             self.closed = True
-            self._executor.submit(self._end)
+            self._executor.submit(self._release)
             self._executor.shutdown(wait=False)
         if wait:
-            await self._gone.wait()
+            await self._released.wait()
 
     async def _run(self, function: Callable[[], T | ModelFailure]) -> T | ModelFailure:
         if self.closed:
             raise ConnectionError("the replica is closed")
-        # asyncio cannot pass a StopIteration from a thread.
+        # asyncio futures cannot hold a StopIteration.
         future = self._executor.submit(guarded, function, ModelFailure.of)
         return await asyncio.wrap_future(future)
 
-    # ---- its thread
+    # ---- model thread
 
     def _unpacked(self, model: PackedModel) -> nn.Module:
         self._device = batching.auto_device()
@@ -226,7 +229,7 @@ class ModelThread(ModelReplica):
     def _outputs(self, x: Tree) -> Outputs:
         model = self._model
         assert model is not None
-        batch = batching.tensors((x, None))  # copies: a layer may work in place
+        batch = batching.tensors((x, None))  # copies, because layers may work in place
         rows = batching.length(batch)
         if self._transform is not None:
             batch = self._transform.shared()(batch)
@@ -235,12 +238,12 @@ class ModelThread(ModelReplica):
             inputs = batching.inputs_to_device(batch[0], self._device, dtype)
             return Outputs.of(call(model, inputs), rows)
 
-    def _end(self) -> None:
+    def _release(self) -> None:
         self._model = None
         self._staged.clear()
-        self._ending.close()
-        with contextlib.suppress(RuntimeError):  # the loop has been closed
-            self._loop.call_soon_threadsafe(self._gone.set)
+        self._settings.close()
+        with contextlib.suppress(RuntimeError):  # the event loop has been closed
+            self._loop.call_soon_threadsafe(self._released.set)
 
 
 @dataclass(frozen=True)
@@ -263,13 +266,13 @@ class LocalHost(Host):
 
 
 class ReplicaServer:
-    """The worker's end of a replica: a handler of its client's requests.
+    """The worker's end of a replica, which handles its client's requests.
 
     A round trip over Dask's connections takes 1.0 ms through the scheduler, which every
-    client reaches, and 0.6 ms directly. A task takes 12 ms, and a method of an actor
-    2.1 ms; an actor would also keep its worker from being retired. No plugin is needed:
-    the client opens replicas on the workers that it chooses. A replica closes with its
-    worker, or when its client has been silent for `silence_s`.
+    client can reach, and 0.6 ms directly. A task takes 12 ms, and a method of an actor
+    2.1 ms; besides, an actor would prevent its worker from being retired. A plugin is
+    unnecessary, because the client opens replicas on the workers that it chooses. A
+    replica closes with its worker, or when its client has been silent for `silence_s`.
     """
 
     def __init__(
@@ -286,7 +289,7 @@ class ReplicaServer:
         self._model = ModelThread(transform, max(1, worker.state.nthreads // sharing))
         self._pending = 0  # requests without an answer
         self._loop = asyncio.get_running_loop()
-        self._heard = self._loop.time()
+        self._heard_at = self._loop.time()
         worker.handlers[name] = Guard(lambda fields: None).of(self._answer)
         worker.extensions[name] = self
         self._timer = self._loop.call_later(silence_s, self._check_client)
@@ -317,7 +320,7 @@ class ReplicaServer:
                     raise ValueError(f"there is no call {call!r}")
         finally:
             self._pending -= 1
-        self._heard = self._loop.time()
+        self._heard_at = self._loop.time()
         return {"result": None if result is None else wrap(result)}
 
     async def close(self) -> None:
@@ -331,7 +334,7 @@ class ReplicaServer:
         self._worker.extensions.pop(self._name, None)
 
     def _check_client(self) -> None:
-        silent_s = self._loop.time() - self._heard
+        silent_s = self._loop.time() - self._heard_at
         if silent_s < self._silence_s or self._pending:
             wait_s = max(self._silence_s - silent_s, self._silence_s / 4)
             self._timer = self._loop.call_later(wait_s, self._check_client)
@@ -420,16 +423,16 @@ class RemoteReplica(ModelReplica):
         else:
             message = {"op": self._name, **fields}
             answer = await self._client.scheduler.proxy(worker=self.place, msg=message)
-        if not isinstance(answer, dict):  # Dask's answer if there is no handler
+        if not isinstance(answer, dict):  # Dask's answer without a handler
             raise ConnectionError(f"worker {self.place} no longer has the replica")
         if answer["status"] == Answer.UNKNOWN:
             raise ConnectionError(f"worker {self.place}: {answer['reason']}")
         if answer["status"] == Answer.REFUSED:
-            return ModelFailure(answer["reason"], "before the batch reached the model")
+            return ModelFailure(answer["reason"], "the batch did not reach the model")
         return unwrap(answer["result"])
 
 
-CLIENT_CLOSED = "the client is closed, and no worker can be reached"
+CLIENT_CLOSED = "the client is closed, so no worker can be reached"
 
 
 @dataclass(frozen=True)
@@ -460,40 +463,43 @@ LOOK_S = 0.5  # between calls of `look`, each of which is a request to the sched
 
 
 class ReplicaPool:
-    """A fixed number of replicas of one model. Used on one event loop.
+    """A fixed number of replicas of one model, used on one event loop.
 
-    A lost replica is replaced where there is room. The start determines how many
-    replicas a place may have. If a worker dies, its replicas wait for a new worker, so
-    that the remaining workers do not become slower permanently.
+    The number of places at the start determines how many replicas a place may have. A
+    lost replica is replaced where there is room: if a worker dies, its replicas wait
+    for a new worker, so that the remaining workers do not become slower permanently.
 
-    `ready` lists the replicas that take batches. `lost` is called with each lost
-    replica, `changed` when a replica becomes ready, and `ended` with an error when no
-    replica can start any more.
+    Attributes:
+        ready: Replicas that accept batches.
+        starting: Tasks that start a replica, with its place.
+        on_loss: Called with each lost replica.
+        on_ready: Called when a replica becomes ready.
+        on_end: Called with an error when no replica can ever start again.
     """
 
     ready: list[ModelReplica]
-    lost: Callable[[ModelReplica], None]
-    changed: Callable[[], None]
-    ended: Callable[[BaseException], None]
+    starting: dict[asyncio.Task[None], str]
+    on_loss: Callable[[ModelReplica], None]
+    on_ready: Callable[[], None]
+    on_end: Callable[[BaseException], None]
 
     def __init__(
         self, host: Host, model: PackedModel, wanted: int, timeouts: Timeouts
     ) -> None:
-        self.ready = []
+        self.ready, self.starting = [], {}
         self._host = host
         self._version, self._model = 1, model
         self._wanted = wanted
         self._timeouts = timeouts
-        self._sharing = wanted  # limit of replicas per place; `open` lowers it
+        self._sharing = wanted  # most replicas at a place; `open` lowers the limit
         self._swapping = asyncio.Lock()
-        self.starting: dict[asyncio.Task[None], str] = {}  # place of each start
         self._background: set[asyncio.Task[None]] = set()
         self._failures: Counter[str] = Counter()  # of starts and replicas, by place
         self._pinged_at = 0.0
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Start all replicas; raises an OptionError if the cluster has no workers."""
+        """Start all replicas; raise an OptionError if the cluster has no workers."""
         places = await self._host.places()
         if not places:
             raise OptionError(
@@ -503,19 +509,19 @@ class ReplicaPool:
         self._sharing = math.ceil(self._wanted / len(places))
         chosen = itertools.islice(itertools.cycle(places), self._wanted)
         starts = [self._start(place) for place in chosen]
-        for done in await asyncio.gather(*starts, return_exceptions=True):
-            if done is not None:
-                raise done
+        for error in await asyncio.gather(*starts, return_exceptions=True):
+            if error is not None:
+                raise error
         self._pinged_at = asyncio.get_running_loop().time()
         self._watching = asyncio.create_task(self._watch())
         self._watching.add_done_callback(self._watched)
 
     async def close(self, wait: bool) -> None:
-        """Close all replicas, see `ModelReplica.close`."""
+        """Close all replicas; see `ModelReplica.close`."""
         if self._watching is not None:
             self._watching.remove_done_callback(self._watched)
             self._watching.cancel()
-        if self.starting:  # a replica that is being opened cannot be closed
+        if self.starting:  # a replica cannot be closed while it opens
             await asyncio.wait(self.starting, timeout=self._timeouts.stop)
         for task in self.starting:
             task.cancel()
@@ -525,47 +531,53 @@ class ReplicaPool:
         await asyncio.gather(*self.starting, return_exceptions=True)
         await asyncio.gather(*self._background)
 
-    def lose(self, replica: ModelReplica, why: object) -> None:
+    def lose(self, replica: ModelReplica, reason: object) -> None:
         """Remove a replica that can no longer be reached."""
         if replica not in self.ready:
             return
-        logger.warning("a replica on %s is lost: %s", replica.place, why)
+        logger.warning("lost a replica on %s: %s", replica.place, reason)
         self.ready.remove(replica)
         self._failures[replica.place] += 1
         self._in_background(self._close(replica))
-        self.lost(replica)
+        self.on_loss(replica)
 
     # ---- models
 
     async def swap(self, model: PackedModel) -> None:
         """Send a model to all replicas, then answer all later batches with it.
 
-        Raises a ModelError if a replica cannot use the model; all replicas then keep
-        the former one.
+        Raises:
+            ModelError: If a replica cannot use the model; all replicas then keep the
+                previous model.
         """
         async with self._swapping:
             version = self._version + 1
-            refusals = await self._each(
+            refusals = await self._for_each(
                 self.ready, lambda replica: self._stage(replica, version, model)
             )
             if refusals:
-                await self._each(self.ready, self._use)  # releases the staged model
+                await self._for_each(self.ready, self._use)  # releases the staged model
                 raise next(iter(refusals.values()))
             self._version, self._model = version, model
+            # Replicas may start during the swap.
             while behind := [r for r in self.ready if r.version != version]:
-                for replica, error in (await self._each(behind, self._update)).items():
-                    self.lose(replica, error)  # started during the swap
+                refusals = await self._for_each(behind, self._update)
+                for replica, error in refusals.items():
+                    self.lose(replica, error)
 
-    async def _each(
+    async def _for_each(
         self,
         replicas: list[ModelReplica],
-        do: Callable[[ModelReplica], Awaitable[None]],
+        function: Callable[[ModelReplica], Awaitable[None]],
     ) -> dict[ModelReplica, ModelError]:
-        """Call a function with each replica; remove those that cannot be reached."""
-        asked = list(replicas)
-        done = await asyncio.gather(*map(do, asked), return_exceptions=True)
+        """Call a function with each replica; return the ModelErrors by replica.
+
+        Replicas that cannot be reached are removed.
+        """
+        called = list(replicas)
+        errors = await asyncio.gather(*map(function, called), return_exceptions=True)
         refusals = {}
-        for replica, error in zip(asked, done, strict=True):
+        for replica, error in zip(called, errors, strict=True):
             if isinstance(error, ModelError):
                 refusals[replica] = error
             elif isinstance(error, OSError):
@@ -576,7 +588,7 @@ class ReplicaPool:
 
     async def _update(self, replica: ModelReplica) -> None:
         """Make a replica use the current model."""
-        while replica.version != self._version:  # a swap may happen in between
+        while replica.version != self._version:  # a swap may happen meanwhile
             if replica.staged != self._version:
                 await self._stage(replica, self._version, self._model)
             else:
@@ -594,7 +606,7 @@ class ReplicaPool:
 
     async def _use(self, replica: ModelReplica) -> None:
         version, bound = self._version, self._timeouts.bound("request")
-        what = f"the replica on {replica.place} did not take the model"
+        what = f"the replica on {replica.place} did not switch to the model"
         await within(replica.use(version), bound, what)
         replica.version = version
 
@@ -610,10 +622,10 @@ class ReplicaPool:
         finally:
             if replica not in self.ready:
                 self._in_background(self._close(replica))
-        self.changed()
+        self.on_ready()
 
-    def _in_background(self, doing: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(doing)
+    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -623,7 +635,7 @@ class ReplicaPool:
             bound = self._timeouts.bound("stop")
             await within(replica.close(wait), bound, "the replica did not close")
         except OSError as error:
-            logger.info("a replica on %s was not closed: %s", replica.place, error)
+            logger.info("could not close a replica on %s: %s", replica.place, error)
 
     async def _ping(self, replica: ModelReplica) -> None:
         try:
@@ -637,7 +649,7 @@ class ReplicaPool:
             try:
                 await self.look()
             except OSError as error:
-                logger.info("the workers could not be listed: %s", error)
+                logger.info("could not list the workers: %s", error)
             await asyncio.sleep(LOOK_S)
 
     def _watched(self, task: asyncio.Task[None]) -> None:
@@ -645,10 +657,10 @@ class ReplicaPool:
         closed = ChannelError(CLIENT_CLOSED) if task.cancelled() else None
         error = closed or task.exception()
         if error is not None:
-            self.ended(error)
+            self.on_end(error)
 
     async def look(self) -> None:
-        """Check which places exist, start missing replicas and ping those that run."""
+        """List the places, start missing replicas, and ping the ready ones."""
         bound = self._timeouts.bound("request")
         places = await within(
             self._host.places(), bound, "the scheduler did not answer"
@@ -658,10 +670,10 @@ class ReplicaPool:
                 self.lose(replica, "its worker has left")
         used = Counter([r.place for r in self.ready] + list(self.starting.values()))
         while used.total() < self._wanted:
-            room = [place for place in places if used[place] < self._sharing]
-            if not room:
+            free = [place for place in places if used[place] < self._sharing]
+            if not free:
                 break
-            place = min(room, key=lambda place: (used[place], self._failures[place]))
+            place = min(free, key=lambda place: (used[place], self._failures[place]))
             used[place] += 1
             task = asyncio.create_task(self._start(place))
             self.starting[task] = place
@@ -676,4 +688,4 @@ class ReplicaPool:
         place = self.starting.pop(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failures[place] += 1
-            logger.warning("no replica could be started on %s: %s", place, error)
+            logger.warning("could not start a replica on %s: %s", place, error)

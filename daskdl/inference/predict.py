@@ -1,6 +1,6 @@
 """`predict`: a dry run on two rows, then all workers apply the model to the data.
 
-Hides how outputs get the kind of the data: numpy, torch, pandas, or lazy collections.
+Outputs are of the same kind as the data: numpy, torch, pandas, or lazy collections.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +40,8 @@ from daskdl.util import (
 
 Postprocess = Callable[[Tree], Tree]
 
-# Sending, computing and fetching a part takes 20 ms, whatever its size. This number of
-# parts keeps all threads busy while the first parts are sent, and at the end.
+# Sending, computing and fetching a part takes 20 ms, however small it is. With this
+# number of parts, all threads are busy while the first parts are sent, and at the end.
 PARTS_PER_THREAD = 4
 
 
@@ -58,16 +58,16 @@ def predict(
 ) -> Any:
     """Apply a model to every row; see :func:`daskdl.predict`.
 
-    If the outputs are a single table with as many columns as `names`, the columns get
-    these names.
+    `names` are the names of the columns, if the outputs are one table with as many
+    columns.
     """
     _check_options(output, postprocess, keyed)
     checks.check_module(model)
     source = source_of(X, None, read, labelled=False)
     if keyed and not (source.has_part_names or source.keyable):
         raise OptionError(
-            "keyed=True is for files, and for a bag, or a list of Delayed objects and "
-            f"futures, of pairs (key, x); got a {type(X).__name__}"
+            "keyed=True applies only to files, and to a bag, or a list of Delayed "
+            f"objects and futures, of pairs (key, x); got a {type(X).__name__}"
         )
     by_file = source.has_part_names and keyed is True
     lazy = source.lazy or by_file
@@ -76,61 +76,73 @@ def predict(
     with client_or_process(client) as cluster:
         if cluster is not False:
             check_installed(cluster)
-            workers_of(cluster)  # at least one
+            workers_of(cluster)  # raises an error if there are none
         source = with_first_rows(source, cluster, keyed)
         packed = PackedModel(model, here=cluster is False and not lazy)
-        none = no_outputs(packed.unpack(), source, read.transform, output, postprocess)
-        exact = not source.keyable  # examples may have several shapes
-        predictor = BatchPredictor(
-            packed, none, read.batch_size, read.transform, output, postprocess, exact
+        empty = empty_outputs(
+            packed.unpack(), source, read.transform, output, postprocess
         )
-        empty = batching.tree_map(as_numpy, none)
+        predictor = BatchPredictor(
+            packed,
+            empty,
+            read.batch_size,
+            read.transform,
+            output,
+            postprocess,
+            exact=not source.keyable,  # examples may have different shapes
+        )
+        empty_arrays = batching.tree_map(as_numpy, empty)
         if by_file:
             return keyed_by_file(source, predictor.outputs, cluster)
         if isinstance(source, Collections):
-            ask = predictor.outputs
-            outputs = lazy_outputs(source, ask, empty, cluster, names=names)
+            outputs = lazy_outputs(
+                source, predictor.outputs, empty_arrays, cluster, names=names
+            )
             single = isinstance(outputs, list) and not isinstance(X, list)
             return outputs[0] if single else outputs
+        is_pandas = source.in_memory and hasattr(X, "iloc")
+        if is_pandas:
+            check_tabular(empty_arrays, "pandas.DataFrame; use X.to_numpy()")
         if cluster is not False:
-            source = source.divided(1)  # otherwise outputs are in no order
-        pandas = source.in_memory and hasattr(X, "iloc")
-        if pandas:
-            check_tabular(empty, "pandas.DataFrame; use X.to_numpy()")
-        if cluster is not False:
+            source = source.divided(1)  # otherwise outputs would be in no order
             threads = sum(cluster.nthreads().values())
             source = source.in_parts(PARTS_PER_THREAD * threads)
         parts = dict(map_parts(source, predictor, cluster, send=True))
     outputs = batching.joined([parts[part] for part in sorted(parts)])
-    if pandas:
+    if is_pandas:
         return pandas_of(outputs, X, names)
     if not source.in_memory or not all(
         isinstance(x, Tensor) for x in batching.leaves(X)
     ):
         return outputs
     return batching.tree_map(
-        lambda empty, array: torch.from_numpy(array).to(empty.dtype), none, outputs
+        lambda leaf, array: torch.from_numpy(array).to(leaf.dtype), empty, outputs
     )
 
 
-def _check_options(
-    output: Any, postprocess: Postprocess | None, keyed: bool | None
-) -> None:
+def check_output(output: Any) -> None:
+    """Raise an OptionError unless the argument is a name, a position or None."""
     if not (output is None or isinstance(output, str) or is_whole(output)):
         raise OptionError(
             "output must be the name or position of one of the model's outputs, or "
             f"None for all, got {output!r}"
         )
+
+
+def _check_options(
+    output: Any, postprocess: Postprocess | None, keyed: bool | None
+) -> None:
+    check_output(output)
     if postprocess is not None and not callable(postprocess):
         raise OptionError(
-            "postprocess must be a function of the outputs of a batch, or None, "
-            f"got {postprocess!r}"
+            "postprocess must be a function of the outputs of a batch, or None, got "
+            f"{postprocess!r}"
         )
     if keyed not in (True, False, None):
         raise OptionError(f"keyed must be True, False or None, got {keyed!r}")
 
 
-def no_outputs(
+def empty_outputs(
     module: nn.Module,
     source: Source,
     transform: Transform | None,
@@ -153,56 +165,55 @@ def no_outputs(
                 ) from error
     count = batching.length(run.batch)
 
-    def refusal(got: Any) -> ModelError:
-        blamed, remedy = "postprocess", ""
+    def unsuitable(got: Any) -> ModelError:
+        culprit, remedy = "postprocess", ""
         if postprocess is None:
-            blamed = "model"
+            culprit = "model"
             remedy = "; select one of several outputs by name or position, output=..."
         return ModelError(
-            f"{blamed} must return a tensor with one row per example, or tuples and "
+            f"{culprit} must return a tensor with one row per example, or tuples and "
             f"dicts of such tensors, got {got} for two rows{remedy}"
         )
 
     leaves = batching.leaves(output)
     if not isinstance(output, Mapping | tuple | Tensor) or not leaves:
-        raise refusal(type(output))
+        raise unsuitable(type(output))
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
-            raise refusal(type(leaf))
+            raise unsuitable(type(leaf))
         if leaf.ndim == 0 or len(leaf) != count:
-            raise refusal(tuple(leaf.shape))
+            raise unsuitable(tuple(leaf.shape))
     empty = [torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype) for leaf in leaves]
     return batching.with_leaves(output, empty)
 
 
 @dataclass(frozen=True)
 class BatchPredictor:
-    """Applies a model batch by batch; picklable.
+    """Picklable: applies a model batch by batch.
 
-    Threads of a process share the tensors of the model. Unless `exact`, the outputs of
-    batches may differ in shape, but not in the number of axes.
+    The threads of a process share the tensors of the model.
     """
 
     model: PackedModel
-    none: Tree  # outputs for zero rows, tensors
+    empty: Tree  # outputs for zero rows, tensors
     batch_size: int
     transform: Transform | None
-    which: str | int | None  # of the model's outputs; None: all
+    which: str | int | None  # name or position of an output; None: all
     postprocess: Postprocess | None
-    exact: bool
+    exact: bool  # False: batches may differ in the shapes of their outputs
 
     def __call__(self, source: Source, part: int) -> Tree:
-        """Return the outputs of a part, numpy arrays."""
+        """Return the outputs for a part, numpy arrays."""
         with error_context(f"in {source.name(part)}"):
             return self.outputs(source.stream(part, self.batch_size))
 
-    def outputs(self, parts: Iterator[Rows]) -> Tree:
-        """Return the outputs for all blocks of rows, joined, numpy arrays."""
+    def outputs(self, blocks: Iterator[Rows]) -> Tree:
+        """Return the joined outputs for blocks of rows, numpy arrays."""
         device = batching.auto_device()
         self.model.opened(lambda copy: copy.eval().to(device))
         module = self.model.module()
         dtype = batching.floating_dtype(module)
-        chunks = (batching.all_rows((x, None)) for x, _ in parts)
+        chunks = (batching.all_rows((x, None)) for x, _ in blocks)
         outputs = []
         with freed_memory_kept(), torch.inference_mode():
             for batch in batching.batches(chunks, self.batch_size):
@@ -214,37 +225,38 @@ class BatchPredictor:
                         output = self.postprocess(output)
                 outputs.append(self._checked(output, batching.length(batch)))
         if not outputs:
-            return batching.tree_map(as_numpy, self.none)
+            return batching.tree_map(as_numpy, self.empty)
         return batching.joined(outputs)
 
     def _checked(self, output: Any, rows: int) -> Tree:
-        """Return the outputs of a batch as numpy arrays; refuse another structure."""
+        """Return the outputs of a batch as numpy arrays, structured as in `empty`."""
 
         def array(expected: Tensor, leaf: Any) -> np.ndarray:
             shape = tuple(expected.shape[1:])
-            alike = isinstance(leaf, Tensor) and (
+            matches = isinstance(leaf, Tensor) and (
                 leaf.shape == (rows, *shape)
                 if self.exact
                 else leaf.ndim == expected.ndim and len(leaf) == rows
             )
-            if not alike:
-                shown = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
+            if not matches:
+                got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
                 remedy = ""
                 if rows == 1 and isinstance(leaf, Tensor) and leaf.ndim < expected.ndim:
                     remedy = (
-                        "; squeeze() also removes the axis of rows if there is one "
-                        "row: write squeeze(-1)"
+                        "; squeeze() removes the axis of rows if there is a single "
+                        "row, so write squeeze(-1)"
                     )
                 raise ModelError(
-                    f"model returned the shape {shown} for {rows} rows, but {shape} "
-                    f"per row in the dry run{remedy}"
+                    f"model returned the shape {got} for {rows} rows, but {shape} per "
+                    f"row in the dry run{remedy}"
                 )
             return as_numpy(leaf)
 
         try:
-            batching.tree_map(lambda *_: None, self.none, output)
+            batching.tree_map(lambda *_: None, self.empty, output)
         except ValueError as error:
             raise ModelError(
-                f"model returned another structure than in the dry run: {error}"
+                "model returned outputs of a different structure than in the dry run: "
+                f"{error}"
             ) from error
-        return batching.tree_map(array, self.none, output)
+        return batching.tree_map(array, self.empty, output)

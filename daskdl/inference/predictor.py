@@ -1,18 +1,17 @@
 """A predictor: calls from any thread wait in a bounded queue and leave in batches.
 
-Hides which calls share a batch, which replica gets a batch, and how calls are retried
-after an error of their batch or the loss of their replica.
+The queue decides which calls share a batch. The dispatcher decides which replica gets a
+batch, and retries calls after an error of their batch or the loss of their replica.
 """
 
 import asyncio
 import contextlib
 import copy
-import itertools
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
@@ -24,7 +23,7 @@ from distributed import Client
 from torch import Tensor, nn
 from typing_extensions import override
 
-from daskdl.config import Timeouts, check_count, check_whole, is_number, is_whole
+from daskdl.config import Timeouts, check_count, check_whole, is_number
 from daskdl.data import batching
 from daskdl.data.batching import Transform, Tree
 from daskdl.data.checks import check_module
@@ -53,6 +52,7 @@ from daskdl.inference.pool import (
     ReplicaPool,
     within,
 )
+from daskdl.inference.predict import check_output
 from daskdl.objective import OneOutput
 from daskdl.serialization import Packed, PackedModel
 from daskdl.util import check_installed, client_or_process
@@ -65,26 +65,25 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Call:
-    """A copy of the rows of one call, and the future of its outputs.
-
-    Calls of the same `kind` may share a batch. A call has `begun` when it is sent to a
-    replica; from then on it cannot be cancelled.
-    """
+    """A copy of the rows of one call, and the future of its outputs."""
 
     x: Tree
     rows: int
-    kind: str
-    tensors: bool
-    came: float
+    kind: str  # calls of the same kind may share a batch
+    tensors: bool  # whether the caller gets tensors
+    arrived: float  # time.monotonic
     answer: Future[Tree] = field(default_factory=Future)
-    losses: int = 0
-    begun: bool = False
+    losses: int = 0  # number of replicas that were lost with this call
+    begun: bool = False  # sent to a replica, so it can no longer be cancelled
 
     @classmethod
     def of(cls, x: Any, most: int, columns: Columns | None = None) -> "Call":
-        """Check and copy the rows of a call, at most `most`.
+        """Check and copy the rows of a call.
 
-        `columns` are the columns that the model was trained on; None: unknown.
+        Args:
+            x: As for `Predictor.__call__`.
+            most: Maximum number of rows.
+            columns: Columns that the model was trained on; None: unknown.
         """
         check_structure(x, None)
         names, rows = columns_in(x, None), {}
@@ -105,7 +104,7 @@ class Call:
         count = next(iter(rows.values()))
         if count > most:
             raise DataError(
-                f"X has {count} rows, and a call may have at most batch_limit={most}; "
+                f"X has {count} rows, but a call may have at most batch_limit={most}; "
                 "split it into several calls, or use predict"
             )
         copied = batching.tree_map(lambda leaf: np.array(as_numpy(leaf), order="C"), x)
@@ -117,7 +116,7 @@ class Call:
         return cls(copied, count, repr(kind), tensors, time.monotonic())
 
     def begin(self) -> bool:
-        """Return whether the call is not cancelled; from now on it cannot be."""
+        """Prevent cancellation; return False if the call is already cancelled."""
         if not self.begun:
             self.begun = self.answer.set_running_or_notify_cancel()
         return self.begun
@@ -136,7 +135,7 @@ class Call:
 
 
 def answers_of(outputs: Outputs, calls: Sequence[Call]) -> list[Tree]:
-    """Return the outputs of each call, in separate memory."""
+    """Return the outputs for each call, in separate memory."""
     answers, start = [], 0
     for call in calls:
         rows = batching.rows(outputs.tree, slice(start, start + call.rows))
@@ -155,12 +154,12 @@ def answers_of(outputs: Outputs, calls: Sequence[Call]) -> list[Tree]:
 class BatchQueue:
     """Calls that wait for a replica, in one line per kind, oldest first.
 
-    A batch is the beginning of a line, so that calls of one kind keep their order. A
-    batch is due when it is full, or when its first call has waited for `wait_s`. The
-    queue has no clock and no event loop.
+    A batch is the beginning of a line, so calls of one kind keep their order. A batch
+    is due when it is full, or when its first call has waited for `wait_s`. The queue
+    has neither a clock nor an event loop.
     """
 
-    _lines: dict[str, deque[Call]]  # never empty
+    _lines: dict[str, deque[Call]]  # no line is empty
 
     def __init__(self, batch_limit: int, wait_s: float, queue_limit: int) -> None:
         self._batch_limit = batch_limit
@@ -168,8 +167,8 @@ class BatchQueue:
         self._queue_limit = queue_limit
         self._lines = {}
         self._lock = threading.Lock()
-        self._rows = 0  # admitted, and not sent to a replica yet
-        self._waiters: list[Future[None]] = []
+        self._rows = 0  # admitted, but not yet sent to a replica
+        self._waiters: list[Future[None]] = []  # of callers that wait for room
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines.values())
@@ -177,7 +176,7 @@ class BatchQueue:
     # ---- any thread
 
     def admit(self, rows: int) -> None:
-        """Reserve room for the rows of a call; raises a BusyError if it is full."""
+        """Reserve room for the rows of a call; raise a BusyError if there is none."""
         with self._lock:
             if self._rows + rows > self._queue_limit:
                 raise BusyError(
@@ -188,7 +187,7 @@ class BatchQueue:
             self._rows += rows
 
     def room(self, rows: int) -> Future[None]:
-        """Return a future that is done when `admit` may succeed."""
+        """Return a future that is done when a call of `admit` may succeed."""
         waiter: Future[None] = Future()
         with self._lock:
             if self._rows + rows > self._queue_limit:
@@ -198,7 +197,7 @@ class BatchQueue:
         return waiter
 
     def _release(self, calls: Iterable[Call]) -> None:
-        """Free the room of calls that have not been sent to a replica before."""
+        """Free the room of calls that are sent to a replica for the first time."""
         with self._lock:
             self._rows -= sum(call.rows for call in calls if not call.begun)
             waiters, self._waiters = self._waiters, []
@@ -215,7 +214,7 @@ class BatchQueue:
     def put_back(self, calls: Sequence[Call]) -> None:
         """Put calls back at the front of their line, in the same order."""
         for call in reversed(calls):
-            call.came = -math.inf  # due at once
+            call.arrived = -math.inf  # due at once
             self._lines.setdefault(call.kind, deque()).appendleft(call)
 
     def withdraw(self, call: Call) -> None:
@@ -229,7 +228,7 @@ class BatchQueue:
         lines = [line for line in self._lines.values() if self._due(line) <= by]
         if not lines:
             return []
-        line = min(lines, key=lambda line: line[0].came)
+        line = min(lines, key=lambda line: line[0].arrived)
         calls = self._batch(line)
         self._remove(line, calls)
         return calls
@@ -248,7 +247,7 @@ class BatchQueue:
     def _due(self, line: deque[Call]) -> float:
         batch = self._batch(line)
         full = len(batch) < len(line) or sum(c.rows for c in batch) == self._batch_limit
-        return -math.inf if full else line[0].came + self._wait_s
+        return -math.inf if full else line[0].arrived + self._wait_s
 
     def _batch(self, line: deque[Call]) -> list[Call]:
         batch, room = [], self._batch_limit
@@ -270,11 +269,11 @@ class BatchQueue:
 # ---- batches
 
 
-GATHER_S = 0.0005  # longest wait for the next calls of callers just answered
-AHEAD = 2  # batches per replica: the next one is there when a batch is done
-MOST_LOSSES = 3  # of a call, like Dask's `allowed-failures`: the call may be the cause
+GATHER_S = 0.0005  # longest wait for further calls of callers that were just answered
+BATCHES_PER_REPLICA = 2  # a replica then has its next batch when it finishes one
+MOST_LOSSES = 3  # of a call that may be the cause, like Dask's `allowed-failures`
 
-Asking = asyncio.Task[list[Tree] | ModelFailure]
+BatchTask = asyncio.Task[list[Tree] | ModelFailure]
 
 
 class Dispatcher:
@@ -289,17 +288,19 @@ class Dispatcher:
         self._pool = pool
         self._queue = queue
         self._timeouts = timeouts
-        self._asking: dict[Asking, tuple[ModelReplica, list[Call]]] = {}
+        self._in_flight: dict[BatchTask, tuple[ModelReplica, list[Call]]] = {}
         self._failure: BaseException | None = None  # of all later calls
         self._closing = False
-        self._returning = 0  # callers just answered, which may call again
+        self._returning = 0  # callers that were just answered and may call again
         self._idle = asyncio.Event()  # set when all calls have their answers
-        self._due: asyncio.TimerHandle | None = None
-        self._alone: asyncio.TimerHandle | None = None  # set while there is no replica
-        pool.lost, pool.changed, pool.ended = self._lost, self._changed, self._end
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._rejoin_timer: asyncio.TimerHandle | None = None  # while without replicas
+        pool.on_loss = self._handle_loss
+        pool.on_ready = self._handle_ready
+        pool.on_end = self._end
 
     def add(self, call: Call) -> None:
-        """Take a call that the queue has admitted."""
+        """Add a call that the queue has admitted."""
         self._queue.add(call)
         if self._failure is not None or self._closing:
             self._queue.withdraw(call)
@@ -308,8 +309,8 @@ class Dispatcher:
         self._idle.clear()
         # Callers that were answered together call again at about the same time.
         self._returning = max(0, self._returning - 1)
-        waits = self._returning and self._queue.due() > -math.inf
-        self._wake(GATHER_S if waits else 0.0)
+        gathers = self._returning and self._queue.due() > -math.inf
+        self._send_within(GATHER_S if gathers else 0.0)
 
     def withdraw(self, call: Call) -> None:
         """Remove a call, if it is still waiting."""
@@ -317,7 +318,7 @@ class Dispatcher:
         self._send()
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more calls, and wait at most `seconds` for the earlier ones."""
+        """Accept no more calls, and wait for the earlier ones, at most `seconds`."""
         self._closing = True
         self._send()
         with contextlib.suppress(TimeoutError):
@@ -327,19 +328,19 @@ class Dispatcher:
         """Fail all calls that have no answer yet."""
         self._closing = True
         self._end(RunError("the predictor was closed before this call was answered"))
-        for timer in (self._due, self._alone):
+        for timer in (self._send_timer, self._rejoin_timer):
             if timer is not None:
                 timer.cancel()
 
     # ---- sending
 
     def _send(self) -> None:
-        """Send due batches to replicas that can take another batch."""
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
+        """Send due batches to the replicas that accept another batch."""
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
         clock = asyncio.get_running_loop().time
-        while (replica := self._freest()) is not None:
+        while (replica := self._least_loaded()) is not None:
             # A busy replica gets only full batches; others may still grow.
             idle = not self._load(replica)
             now = math.inf if self._closing else clock()
@@ -347,39 +348,41 @@ class Dispatcher:
             if not calls:
                 due = self._queue.due()
                 if idle and due < math.inf:
-                    self._wake(due - now)
+                    self._send_within(due - now)
                 break
-            wanted = [call for call in calls if call.begin()]
-            if wanted:
-                task = asyncio.create_task(self._ask(replica, wanted))
-                self._asking[task] = (replica, wanted)
-                task.add_done_callback(self._asked)
-        if self._asking or len(self._queue):
+            calls = [call for call in calls if call.begin()]  # without cancelled calls
+            if calls:
+                task = asyncio.create_task(self._ask(replica, calls))
+                self._in_flight[task] = (replica, calls)
+                task.add_done_callback(self._finish)
+        if self._in_flight or len(self._queue):
             self._idle.clear()
         else:
             self._idle.set()
 
-    def _wake(self, seconds: float) -> None:
-        """Send due batches after at most `seconds`."""
+    def _send_within(self, seconds: float) -> None:
+        """Send due batches in at most `seconds`."""
         loop = asyncio.get_running_loop()
-        if self._due is not None:
-            if self._due.when() <= loop.time() + seconds:
+        if self._send_timer is not None:
+            if self._send_timer.when() <= loop.time() + seconds:
                 return
-            self._due.cancel()
-        self._due = loop.call_later(seconds, self._woken)
+            self._send_timer.cancel()
+        self._send_timer = loop.call_later(seconds, self._send_now)
 
-    def _woken(self) -> None:
-        if self._queue.due() > -math.inf:  # more calls may follow a full batch
+    def _send_now(self) -> None:
+        if self._queue.due() > -math.inf:  # after a full batch, more calls may follow
             self._returning = 0
         self._send()
 
-    def _freest(self) -> ModelReplica | None:
-        """Return the replica with the fewest batches, if it can take another batch."""
+    def _least_loaded(self) -> ModelReplica | None:
+        """Return the replica with the fewest batches, if it accepts another batch."""
         replica = min(self._pool.ready, key=self._load, default=None)
-        return replica if replica and self._load(replica) < AHEAD else None
+        if replica is None or self._load(replica) >= BATCHES_PER_REPLICA:
+            return None
+        return replica
 
     def _load(self, replica: ModelReplica) -> int:
-        return sum(busy is replica for busy, _ in self._asking.values())
+        return sum(busy is replica for busy, _ in self._in_flight.values())
 
     async def _ask(
         self, replica: ModelReplica, calls: list[Call]
@@ -388,18 +391,19 @@ class Dispatcher:
         what = f"the replica on {replica.place} did not answer"
         rows = batching.joined([call.x for call in calls])
         outputs = await within(replica.ask(rows), bound, what)
-        return (
-            outputs if isinstance(outputs, ModelFailure) else answers_of(outputs, calls)
-        )
+        if isinstance(outputs, ModelFailure):
+            return outputs
+        return answers_of(outputs, calls)
 
     # ---- outcomes
 
-    def _asked(self, task: Asking) -> None:
-        replica, calls = self._asking[task]
+    def _finish(self, task: BatchTask) -> None:
+        """Answer, retry or fail the calls of a batch."""
+        replica, calls = self._in_flight[task]
         error = None if task.cancelled() else task.exception()
         if isinstance(error, OSError):
             self._pool.lose(replica, error)
-        del self._asking[task]
+        del self._in_flight[task]
         if task.cancelled() or isinstance(error, OSError):
             self._retry(calls, error)
         elif error is not None:  # a bug in daskdl; callers must not wait forever
@@ -431,33 +435,33 @@ class Dispatcher:
     def _fail(self, calls: Iterable[Call], error: BaseException) -> None:
         for call in calls:
             if call.begin():
-                # A copy for each thread, because raising extends the traceback.
+                # Each thread gets a copy, because raising extends the traceback.
                 call.answer.set_exception(copy.copy(error))
 
     # ---- events of the pool
 
-    def _lost(self, replica: ModelReplica) -> None:
-        """Retry the batches of a lost replica; only the oldest was being computed."""
-        asked = [
+    def _handle_loss(self, replica: ModelReplica) -> None:
+        """Retry the batches of a lost replica, which was computing only the oldest."""
+        batches = [
             (task, calls)
-            for task, (busy, calls) in self._asking.items()
+            for task, (busy, calls) in self._in_flight.items()
             if busy is replica
         ]
-        for task, _ in asked:
+        for task, _ in batches:
             task.cancel()
-        for _, calls in asked[:1]:
+        for _, calls in batches[:1]:
             for call in calls:
                 call.losses += 1
                 if call.losses > 1:
                     call.separate()
-        if not self._pool.ready and self._alone is None:
-            seconds = self._timeouts.rejoin
-            self._alone = asyncio.get_running_loop().call_later(seconds, self._give_up)
+        if not self._pool.ready and self._rejoin_timer is None:
+            loop = asyncio.get_running_loop()
+            self._rejoin_timer = loop.call_later(self._timeouts.rejoin, self._give_up)
 
-    def _changed(self) -> None:
-        if self._alone is not None:
-            self._alone.cancel()
-            self._alone = None
+    def _handle_ready(self) -> None:
+        if self._rejoin_timer is not None:
+            self._rejoin_timer.cancel()
+            self._rejoin_timer = None
         self._failure = None
         self._send()
 
@@ -465,28 +469,28 @@ class Dispatcher:
         bound = self._timeouts.bound("rejoin")
         self._end(
             WaitTimeoutError(
-                f"all replicas are lost, and none could be started within {bound}; "
-                "does the cluster have workers?"
+                f"all replicas are lost, and no new one started within {bound}; does "
+                "the cluster have workers?"
             )
         )
 
     def _end(self, error: BaseException) -> None:
-        """Fail all calls."""
+        """Fail all calls, and those that follow."""
         self._failure = error
-        asked = list(self._asking.items())
-        self._asking.clear()
-        for task, _ in asked:
-            task.remove_done_callback(self._asked)
+        calls = self._queue.clear()
+        for task, (_, begun) in self._in_flight.items():
+            task.remove_done_callback(self._finish)
             task.cancel()
-        begun = itertools.chain.from_iterable(calls for _, (_, calls) in asked)
-        self._fail([*self._queue.clear(), *begun], error)
+            calls += begun
+        self._in_flight.clear()
+        self._fail(calls, error)
         self._idle.set()
 
 
 # ---- public
 
 
-LOOK_S = 1.0  # seconds between checks that the event loop still runs
+CHECK_S = 1.0  # seconds between checks that the event loop still runs
 
 
 class Predictor:
@@ -494,31 +498,32 @@ class Predictor:
 
     Calls that arrive at about the same time, with rows of the same shape, are joined
     into one batch. Each batch goes to the replica with the fewest batches, and each
-    caller gets the outputs for its rows. If a worker dies, its calls go to another
+    caller gets the outputs for its own rows. If a worker dies, its calls go to another
     replica, and a new replica starts as soon as a worker has room for it.
 
-    Any thread may use a predictor. It is a context manager; :meth:`close` removes the
-    replicas.
+    Any thread may use a predictor. A predictor is also a context manager;
+    :meth:`close` removes the replicas.
 
     Args:
-        model: Returns a tensor, or tuples and dicts of tensors, with a row for each row
-            of its input. The model is copied: use :meth:`swap` for later changes.
-        replicas: Models in the workers' memory, >= 1, spread evenly over the workers
-            that exist at the start.
-        batch_limit: Maximum number of rows of a batch, and of a call, >= 1.
+        model: Returns a tensor, or tuples and dicts of tensors, with one row for each
+            row of its input. The model is copied; :meth:`swap` replaces it later.
+        replicas: Number of models in the workers' memory, >= 1, spread evenly over the
+            workers that exist at the start.
+        batch_limit: Maximum number of rows in a batch, and in a call, >= 1.
         wait_ms: Maximum time that a batch waits for more rows, milliseconds, >= 0.
             While all replicas are busy, rows wait in any case.
         queue_limit: Maximum number of rows that may wait for a replica, >= batch_limit.
         transform: Applied to each batch before the model, as in ``Trainer``.
-        output: Name or position of the only output to return; None: all.
-        client: Synchronous client. None: the default client, else a `LocalCluster` for
-            this predictor; False: replicas are threads of this process.
+        output: Name or position of the only output to return. None: all outputs.
+        client: Synchronous client. None: the default client, or a `LocalCluster` for
+            this predictor if there is none. False: replicas are threads of this
+            process.
 
     Attributes:
         columns: Names of the columns of tables, in the order that the model expects,
             such as ``{"X": ("age", "height")}``: the columns that the trainer's model
-            was trained on, and that a `Normalization` as transform was fitted on. None:
-            unknown; empty: the trainer's model was trained on arrays.
+            was trained on, or that a `Normalization` as transform was fitted on. None:
+            unknown. Empty: the trainer's model was trained on arrays.
 
     Raises:
         OptionError: If an option is not allowed, or there are no workers.
@@ -547,16 +552,11 @@ class Predictor:
     ) -> None:
         check_count("replicas", replicas)
         check_count("batch_limit", batch_limit)
-        check_whole(
-            "queue_limit", queue_limit, batch_limit
-        )  # room for the largest call
+        # The queue must have room for the largest call.
+        check_whole("queue_limit", queue_limit, batch_limit)
         if not is_number(wait_ms) or not 0 <= wait_ms < math.inf:
             raise OptionError(f"wait_ms must be >= 0 and finite, got {wait_ms!r}")
-        if not (output is None or isinstance(output, str) or is_whole(output)):
-            raise OptionError(
-                "output must be the name or position of an output, or None, got "
-                f"{output!r}"
-            )
+        check_output(output)
         self._output = output
         expected = ReadOptions(transform=transform).expected_columns
         self.columns: Columns | None = expected or None
@@ -582,33 +582,33 @@ class Predictor:
             self._dispatcher = Dispatcher(self._pool, self._queue, self._timeouts)
             starting.callback(self._end, wait=False)
             self._run(self._pool.open())
-            self._ending = starting.pop_all()
+            self._resources = starting.pop_all()
 
     # ---- calls, from any thread
 
     def __call__(self, x: Any, timeout_s: float | None = None) -> Any:
-        """Ask the model, and wait for its outputs.
+        """Call the model, and wait for its outputs.
 
         Args:
-            x: A numpy array, a torch tensor or a table of pandas or pyarrow, or tuples
+            x: A numpy array, a torch tensor, a table of pandas or pyarrow, or tuples
                 and dicts of these, with 1 to `batch_limit` rows. Copied. The columns of
                 tables are matched by name with `columns`.
             timeout_s: Maximum time to wait for room and for the answer, seconds. None:
                 do not wait for room, and wait for the answer while there are replicas.
 
         Returns:
-            Outputs for these rows, in the structure that the model returns; numpy for
-            numpy, tensors for tensors.
+            Outputs for these rows, in the structure that the model returns: tensors if
+            `x` consists of tensors, else numpy arrays.
 
         Raises:
-            DataError: If x cannot be used.
-            BusyError: If the queue is full, and still is after the timeout.
+            DataError: If `x` cannot be used.
+            BusyError: If the queue is full, and still full after the timeout.
             ModelError: If the model or the transform fails on these rows.
             ReplicaError: If every worker that computes the call dies.
             WaitTimeoutError: If no answer arrives in time, or all replicas are lost.
             RunError: If the predictor is closed.
         """
-        _check_elsewhere(self._loop)
+        _check_may_block(self._loop)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         call = Call.of(x, self._batch_limit, self.columns)
         while True:
@@ -623,23 +623,23 @@ class Predictor:
             if self._done(call.answer, deadline):
                 return call.answer.result()
         finally:
-            call.answer.cancel()  # if the wait failed; no effect on a finished call
-        raise _late(timeout_s)
+            call.answer.cancel()  # has no effect if the call is finished
+        raise _timeout_error(timeout_s)
 
     async def acall(self, x: Any, timeout_s: float | None = None) -> Any:
-        """Ask the model from any event loop; see :meth:`__call__`.
+        """Call the model from any event loop; raises the errors of :meth:`__call__`.
 
         Args:
-            x: Rows.
-            timeout_s: Longest wait, seconds.
+            x: As for :meth:`__call__`.
+            timeout_s: As for :meth:`__call__`.
 
         Returns:
-            Outputs.
+            Outputs for these rows, as from :meth:`__call__`.
         """
         call = Call.of(x, self._batch_limit, self.columns)
         busy: BusyError | None = None
         try:
-            async with asyncio.timeout(timeout_s) as bound:
+            async with asyncio.timeout(timeout_s) as timeout:
                 while True:
                     try:
                         self._enter(call)
@@ -652,22 +652,22 @@ class Predictor:
                 busy = None
                 return await self._outcome(call.answer)
         except TimeoutError:
-            if not bound.expired():  # all replicas are lost
+            if not timeout.expired():  # all replicas are lost
                 raise
-            raise busy or _late(timeout_s) from None
+            raise busy or _timeout_error(timeout_s) from None
 
     def submit(self, x: Any) -> Future[Any]:
-        """Ask the model without waiting; see :meth:`__call__`.
+        """Call the model without waiting; see :meth:`__call__`.
 
         Args:
-            x: Rows; copied.
+            x: As for :meth:`__call__`.
 
         Returns:
-            A future of the outputs. It can be cancelled until the call is sent to a
-            replica.
+            A future of the outputs, which can be cancelled until the call is sent to a
+            replica. It raises the errors of :meth:`__call__`.
 
         Raises:
-            DataError: If x cannot be used.
+            DataError: If `x` cannot be used.
             BusyError: If the queue is full.
             RunError: If the predictor is closed.
         """
@@ -680,17 +680,18 @@ class Predictor:
     def swap(self, model: nn.Module) -> None:
         """Replace the model without a pause.
 
-        Calls made before `swap` returns are answered by the old or the new model, later
-        calls by the new model. The workers then release the old model.
+        Either model may answer calls made before `swap` returns; the new model answers
+        later calls. The workers then release the old model.
 
         Args:
-            model: The new model, copied. Its inputs and outputs may differ.
+            model: The new model, copied. Its inputs and outputs may differ from those
+                of the old model.
 
         Raises:
             ModelError: If a worker cannot use the model; the old model stays in use.
             RunError: If the predictor is closed.
         """
-        _check_elsewhere(self._loop)
+        _check_may_block(self._loop)
         packed = self._packed(model, self._here)
         self._check_open()
         self._run(self._pool.swap(packed))
@@ -699,16 +700,16 @@ class Predictor:
         """Remove the replicas; a second call has no effect.
 
         Args:
-            wait: Wait for the answers to earlier calls, for at most
-                ``daskdl.timeouts.stop``. Calls that have no answer by then raise a
+            wait: Whether to wait for the answers to earlier calls, for at most
+                ``daskdl.timeouts.stop``. Calls without an answer by then raise a
                 RunError.
         """
-        _check_elsewhere(self._loop)
+        _check_may_block(self._loop)
         with self._closing:
             if self._closed:
                 return
             self._closed = True
-            with self._ending:  # closes, without waiting, if this is interrupted
+            with self._resources:  # closes without waiting after an interrupt
                 if wait and self._loop.is_running():
                     self._run(self._dispatcher.drain(self._timeouts.stop))
                 self._end(wait)
@@ -734,7 +735,7 @@ class Predictor:
 
         if self._loop.is_running():
             self._run(end())
-        else:  # the client was closed first, and the replicas with it
+        else:  # the client, and with it the replicas, were closed first
             self._dispatcher.close()
 
     # ---- the event loop, from other threads
@@ -746,75 +747,74 @@ class Predictor:
 
         def withdraw(answer: Future[Any]) -> None:
             if answer.cancelled():
-                with contextlib.suppress(RunError):  # its client is closed
-                    self._soon(self._dispatcher.withdraw, call)
+                with contextlib.suppress(RunError):  # the client is closed
+                    self._call_soon(self._dispatcher.withdraw, call)
 
         call.answer.add_done_callback(withdraw)
-        self._soon(self._dispatcher.add, call)
+        self._call_soon(self._dispatcher.add, call)
 
     def _check_open(self) -> None:
         if self._closed:
             raise RunError("the predictor is closed")
 
-    def _soon(self, function: Any, call: Call) -> None:
+    def _call_soon(self, function: Callable[[Call], None], call: Call) -> None:
         try:
             self._loop.call_soon_threadsafe(function, call)
-        except RuntimeError as error:  # the loop is closed
+        except RuntimeError as error:  # the event loop is closed
             raise RunError("the predictor's client is closed") from error
 
-    def _run(self, doing: Coroutine[Any, Any, T]) -> T:
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine whose waits are all bounded, and return its result."""
-        future = asyncio.run_coroutine_threadsafe(doing, self._loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         finally:
-            future.cancel()  # if this thread was interrupted; no effect if done
+            future.cancel()  # has no effect unless this thread was interrupted
 
     def _done(self, future: Future[Any], deadline: float | None) -> bool:
         """Wait in this thread; return whether the future is done by the deadline."""
         while not future.done():
-            wait_s = LOOK_S if deadline is None else deadline - time.monotonic()
+            wait_s = CHECK_S if deadline is None else deadline - time.monotonic()
             if wait_s <= 0:
                 return False
             with contextlib.suppress(TimeoutError):
-                future.exception(min(wait_s, LOOK_S))
+                future.exception(min(wait_s, CHECK_S))
             self._check_running(future)
         return True
 
     async def _outcome(self, future: Future[T]) -> T:
-        """Wait in the caller's event loop, which may not be that of the replicas."""
-        waiting = asyncio.wrap_future(future)
+        """Wait in the caller's event loop, which may differ from the replicas' loop."""
+        outcome = asyncio.wrap_future(future)
         try:
-            while not waiting.done():
-                await asyncio.wait([waiting], timeout=LOOK_S)
+            while not outcome.done():
+                await asyncio.wait([outcome], timeout=CHECK_S)
                 self._check_running(future)
-            return waiting.result()
+            return outcome.result()
         finally:
-            waiting.cancel()  # if the wait failed; no effect if done
+            outcome.cancel()  # has no effect if the future is done
 
     def _check_running(self, future: Future[Any]) -> None:
         if not self._loop.is_running() and not future.done():
             raise RunError("the predictor's client is closed")
 
 
-def _late(timeout_s: float | None) -> WaitTimeoutError:
+def _timeout_error(timeout_s: float | None) -> WaitTimeoutError:
     return WaitTimeoutError(
         f"no answer within timeout_s={timeout_s}; is the model slow, or do more calls "
         "arrive than the replicas can answer?"
     )
 
 
-def _check_elsewhere(loop: asyncio.AbstractEventLoop) -> None:
-    """Refuse to block the thread of this event loop."""
+def _check_may_block(loop: asyncio.AbstractEventLoop) -> None:
+    """Raise a RunError in the thread of this event loop, which must not be blocked."""
     try:
         running = asyncio.get_running_loop()
     except RuntimeError:  # this thread runs no event loop
         return
     if running is loop:
         raise RunError(
-            "this thread runs the predictor's event loop, where callbacks of its "
-            "futures are called, so it must not wait for answers; use submit, or "
-            "another thread"
+            "this thread runs the predictor's event loop and the callbacks of its "
+            "futures, so it must not wait for answers; use submit, or another thread"
         )
 
 

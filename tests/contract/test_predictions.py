@@ -167,7 +167,13 @@ class TestInMemory:
             (Sum(), X[:0], {}, DataError, "X must not be empty"),
             (Sum(), da.zeros((4, 4), chunks=2), {}, DataError, r"X.rechunk\({1: -1}\)"),
             (Sum(), X, {"postprocess": 3}, OptionError, "postprocess must be a func"),
-            (Sum(), X, {"keyed": True}, OptionError, r"keyed=True is .* a ndarray"),
+            (
+                Sum(),
+                X,
+                {"keyed": True},
+                OptionError,
+                r"keyed=True applies .* a ndarray",
+            ),
             (Sum(), X, {"keyed": 7}, OptionError, "keyed must be True, .* got 7"),
         ],
         ids=[

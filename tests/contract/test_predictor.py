@@ -399,7 +399,7 @@ def test_replicas_share_the_threads_of_torch():
             r"the same number of rows, .* {\"X\['a'\]\": 64, \"X\['b'\]\": 2",
         ),
         (da.from_array(X), "X must be in memory, got a Dask collection; use predict"),
-        (X, "X has 64 rows, and a call .* batch_limit=32; split it"),
+        (X, "X has 64 rows, but a call .* batch_limit=32; split it"),
     ],
     ids=["list", "empty", "rows", "lazy", "long"],
 )

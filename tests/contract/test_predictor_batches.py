@@ -262,7 +262,7 @@ def test_every_call_leaves_once_in_order_with_its_kind_within_the_limit(steps):
         if verb == "add":
             rows, kind = arguments
             queue.admit(rows)
-            call = Call(np.zeros(rows), rows, kind, tensors=False, came=now)
+            call = Call(np.zeros(rows), rows, kind, tensors=False, arrived=now)
             came.append(call)
             queue.add(call)
             continue
@@ -324,7 +324,7 @@ class TestReplicas:
                 ),
                 "cannot be used on a: no module named nets",
             ),
-            ("use", None, WaitTimeoutError, r"did not take the model .*\.request"),
+            ("use", None, WaitTimeoutError, r"did not switch to the model .*\.request"),
         ],
         ids=["open", "stage", "refused", "use"],
     )

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl import codec
-from daskdl.channel.inbox import UPDATE_BYTES, Peers, PreSnapshotBuffer, ReceivedSet
+from daskdl.channel.inbox import (
+    UPDATE_BYTES,
+    Peers,
+    PendingUpdates,
+    PreSnapshotBuffer,
+    ReceivedSet,
+)
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import MessageKind, PeerProgress
 from tests.support.run_states import (
@@ -268,12 +274,12 @@ def channels(count=3, **options):
     """The channels of a run among threads that all have joined."""
     spec = dataclasses.replace(SPEC, **options)
     run = LocalRun(plan_of(count, synchronous=spec.in_step))
-    updates = [
+    members = [
         LocalChannel(run, dataclasses.replace(spec, replica=r)) for r in range(count)
     ]
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        list(pool.map(LocalChannel.join, updates))
-    return updates
+        list(pool.map(LocalChannel.join, members))
+    return members
 
 
 def publish(channel, *entries, step=0, count=1):
@@ -406,19 +412,17 @@ class TestInStep:
     @pytest.mark.parametrize("limit", [0, EACH, 4 * EACH])
     def test_more_than_two_steps_are_folded_together_and_nothing_is_lost(self, limit):
         """A replica that is still joining does not hold up the others."""
-        channel, peer = channels(2, in_step=True, inbox_bytes=limit)
-        pending, most = channel._inbox.pending, []
+        pending, sizes = PendingUpdates(SIZE, GRID, limit, in_step=True), []
         for step in range(1, 40):
-            publish(peer, 1, -2, step=step)
-            most.append(pending.nbytes)
+            pending.add(sparse(1, step, [1, -2], step=step))
+            sizes.append(pending.nbytes)
 
-        drained = [channel.drain(step) for step in (1, 40)]
+        first, rest = pending.take(1), pending.take(40)
 
-        assert max(most) <= 2 * limit
-        assert (
-            sum(len(drain.updates) + sum(folded(drain, 1)) for drain in drained) == 39
-        )
-        assert folded(drained[0], 1)[0] > 2
+        assert max(sizes) <= 2 * limit
+        assert sum(folded(first, 1)) > 2
+        counts = (len(drain.updates) + sum(folded(drain, 1)) for drain in (first, rest))
+        assert sum(counts) == 39
 
 
 UPDATES = st.lists(

@@ -485,7 +485,9 @@ class Csv(Table):
         # pandas has two parsers; that in Python fills short lines with NaN.
         fast = self.delimiter == _WHITE_SPACE or len(self.delimiter.encode()) == 1
         exact = {}
-        if fast and pandas.__version__.startswith("2."):  # exact since pandas 3
+        # pandas 3.1 is exact and deprecates the option; 2.1 and 3.0 are not exact.
+        version = tuple(map(int, pandas.__version__.split(".")[:2]))
+        if fast and version < (3, 1):
             exact["float_precision"] = "round_trip"
         read = partial(
             pandas.read_csv,

@@ -562,3 +562,25 @@ def test_a_damaged_file_is_named_when_it_is_loaded_and_looked_at(
     for act in (loaded, looked):
         with pytest.raises(DataError, match=f"{store.url}/a"):
             act(loader, content)
+
+
+@pytest.mark.parametrize(
+    ("version", "precision"),
+    [("2.1.0", "round_trip"), ("3.0.6", "round_trip"), ("3.1.1", None)],
+)
+def test_numbers_of_csv_are_exact_in_each_pandas(monkeypatch, version, precision):
+    options = []
+
+    def read_csv(file, *, float_precision=None, **others):
+        options.append(float_precision)
+        return pandas_read_csv(file, **others)
+
+    pandas_read_csv = pd.read_csv
+    monkeypatch.setattr(pd, "__version__", version)
+    monkeypatch.setattr(pd, "read_csv", read_csv)
+    file = io.BytesIO(b"a,b\n0.1,2\n")
+    file.name = "x.csv"
+
+    Csv(label="b")(file)
+
+    assert {*options} == {precision}

@@ -17,7 +17,7 @@ from dask.utils import parse_timedelta
 from typing_extensions import override
 
 from daskdl.config import check_choice, check_flag, check_whole, is_number
-from daskdl.errors import OptionError
+from daskdl.errors import OptionError, count_of
 from daskdl.observe.history import COLUMNS, History
 
 
@@ -535,20 +535,20 @@ class PrintProgress(Callback):
             for name, value in row.items()
             if (name == "loss" or name not in COLUMNS) and not math.isnan(value)
         ]
-        count = row["replicas"]
-        replicas = "1 replica" if count == 1 else f"{count} replicas"
+        replicas = count_of(row["replicas"], "replica")
         parts = [*scores, f"{row['seconds']:.1f} s", replicas]
         self._write(f"epoch {row['epoch'] + 1}/{self._epochs}: {', '.join(parts)}")
 
     @override
     def on_fit_end(self, end: FitEnd) -> None:
         epochs, stopping = len(end.history), end.history.stopping
+        total = count_of(self._epochs, "epoch")
         if end.error is not None:
             kind = type(end.error).__name__
-            self._write(f"ended after {epochs} of {self._epochs} epochs: {kind}")
+            self._write(f"ended after {epochs} of {total}: {kind}")
         elif stopping is not None and stopping.reason is not None:
             why = stopping.details
-            self._write(f"stopped after {epochs} of {self._epochs} epochs: {why}")
+            self._write(f"stopped after {epochs} of {total}: {why}")
 
     def _write(self, line: str) -> None:
         stream = sys.stdout if self._stream is None else self._stream

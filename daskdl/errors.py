@@ -16,6 +16,26 @@ DaskDLError
     └── ChannelError      the channel between the replicas failed
 """
 
+import functools
+import logging
+import os
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+# Frames between the user's call and the user's model: of no use to the user.
+_INTERNAL = (
+    str(Path(__file__).parent) + os.sep,
+    os.path.join("torch", "nn", "modules", "module.py"),
+    f"{os.sep}contextlib.py",
+)
+
 MOST_CHARACTERS = 2000  # longest message: one screen
 MOST_OF_A_TRACEBACK = 20_000  # longest message with a traceback
 
@@ -35,6 +55,16 @@ def shown(text: str, limit: int = 200) -> str:
     half = max((limit - 24) // 2, 1)
     hidden = len(text) - 2 * half
     return f"{text[:half]} ... {hidden} more ... {text[-half:]}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number and a noun in singular or plural.
+
+    Example:
+        >>> count_of(1, "epoch"), count_of(2, "epoch")
+        ('1 epoch', '2 epochs')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class DaskDLError(Exception):
@@ -102,3 +132,44 @@ class DivergedError(RunError):
 
 class ChannelError(RunError):
     """The channel between the replicas failed."""
+
+
+def hide_internal_frames_(error: BaseException) -> None:
+    """Remove the frames of daskdl from the tracebacks of an error and of its causes.
+
+    An error that arose in daskdl, unless daskdl raised it on purpose, keeps all of its
+    frames: somebody has to find the fault.
+    """
+    current: BaseException | None = error
+    while current is not None:
+        frames = []
+        trace = current.__traceback__
+        while trace is not None:
+            file = trace.tb_frame.f_code.co_filename
+            frames.append((trace, any(path in file for path in _INTERNAL)))
+            trace = trace.tb_next
+        if isinstance(current, DaskDLError) or (frames and not frames[-1][1]):
+            shortened = None
+            for trace, internal in reversed(frames):
+                if not internal:
+                    shortened = types.TracebackType(
+                        shortened, trace.tb_frame, trace.tb_lasti, trace.tb_lineno
+                    )
+            current.__traceback__ = shortened
+        hidden = current.__suppress_context__
+        current = current.__cause__ or (None if hidden else current.__context__)
+
+
+def short_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
+    """Hide the internal frames of the errors of a public function; log them all."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            logger.debug("%s() failed", function.__qualname__, exc_info=True)
+            hide_internal_frames_(error)
+            raise
+
+    return call

@@ -65,6 +65,15 @@ def _look_up(number: int) -> _Kept:
     return _kept[number]
 
 
+def _value_of(kept: _Kept) -> Any:
+    return kept.value
+
+
+def _has_no_module(kind: type) -> bool:
+    """Whether a class is that of a script, a notebook or a function."""
+    return kind.__module__ == "__main__" or "<locals>" in kind.__qualname__
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's pickler, which also supports modules with parametrizations.
 
@@ -73,15 +82,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     remakes = False  # whether a module is pickled as the function that created it
+    copies = False  # whether what cannot be pickled is kept, and copied when unpickled
     # Values to which the pickle refers; None: the pickle may leave this process.
     kept: list[_Kept] | None = None
 
     @override
     def reducer_override(self, obj: Any) -> Any:
+        if self.kept is not None and isinstance(obj, type) and _has_no_module(obj):
+            # The same class has its source in tracebacks, which a copy has not.
+            return _value_of, (self._keep(obj),)
         if not isinstance(obj, nn.Module):
             return super().reducer_override(obj)
         function = _maker_of(obj) if self.remakes else None
-        if function is not None and self.kept is not None:
+        if function is not None and self.copies:
             return _remade, (self._keep(function), _state_of(obj))
         if function is not None:
             # A separate pickle with modules in full: the function may refer to the
@@ -89,7 +102,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             written = io.BytesIO()
             _Pickler(written).dump(function)
             return _remade, (written.getvalue(), _state_of(obj))
-        if self.kept is not None and _pickling_error(obj, _Pickler):
+        if self.copies and _pickling_error(obj, _Pickler):
             return _copied, (self._keep(copy.deepcopy(obj).cpu()),)
         if parametrize.is_parametrized(obj):
             kind = parametrize.type_before_parametrizations(obj)
@@ -409,7 +422,12 @@ def _packed(content: Any, argument: str, kept: list[_Kept] | None) -> bytes:
     errors: list[Exception] = []
     picklers: list[type[Any]] = [_Pickler, _RemakingPickler]
     if kept is not None:
-        picklers.append(type("_StayingPickler", (_RemakingPickler,), {"kept": kept}))
+        stays = {"kept": kept}
+        picklers = [
+            type("_StayingPickler", (_Pickler,), stays),
+            type("_StayingPickler", (_RemakingPickler,), stays),
+            type("_StayingPickler", (_RemakingPickler,), {**stays, "copies": True}),
+        ]
     for pickler in picklers:
         buffer = io.BytesIO()
         module = types.SimpleNamespace(Pickler=pickler, __name__=__name__)

@@ -7,7 +7,7 @@ inference and saving. :func:`predict` applies any model, without a trainer.
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from daskdl.data.inputs import (
     source_of,
     warn_of_scaling,
 )
-from daskdl.errors import OptionError
+from daskdl.errors import OptionError, short_tracebacks
 from daskdl.evaluation.evaluate import evaluate_model
 from daskdl.evaluation.per_example import (
     penalty_of,
@@ -41,13 +41,20 @@ from daskdl.inference.predictor import Predictor
 from daskdl.keras.compiled import Compiled, resolved_loss
 from daskdl.losses import class_probabilities, labels_and_scale
 from daskdl.objective import Loss, Objective, objective_of
+from daskdl.observe import report
 from daskdl.observe.history import History
 from daskdl.training import trainer_state
 from daskdl.training.base import TrainingMaster
 from daskdl.training.checkpointing import resume_plan
 from daskdl.training.epoch_control import Scheduling
 from daskdl.training.fit import FitRun, steps_of_replica
-from daskdl.training.fit_spec import Approach, FitSpec, FitState, starting_model
+from daskdl.training.fit_spec import (
+    Approach,
+    FitSpec,
+    FitState,
+    display_name,
+    starting_model,
+)
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepping
 from daskdl.training.trainer_state import TrainerState
@@ -126,7 +133,7 @@ def _with_hints(function: Callable[P, T]) -> Callable[P, T]:
                 )
         return function(*args, **kwargs)
 
-    return call
+    return short_tracebacks(call)
 
 
 @_with_hints
@@ -316,6 +323,19 @@ class Trainer:
             else:
                 problem = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(problem, name=name, obj=self)
+
+    def _repr_html_(self) -> str:
+        """Render the arguments that are not the defaults, and the result."""
+        rows = []
+        for argument in fields(self):
+            value = getattr(self, argument.name) if argument.init else None
+            make = argument.default_factory
+            default = argument.default if make is MISSING else make()
+            if argument.init and (argument.name == "model" or value != default):
+                rows.append((argument.name, display_name(value)))
+        if hasattr(self, "history_"):
+            rows.append(("history_", repr(self.history_)))
+        return report.table(rows)
 
     def __post_init__(self) -> None:
         compiled = Compiled.of(self.model)

@@ -64,7 +64,7 @@ from daskdl.data.source import STREAMED_ROWS, Source, rows_in
 from daskdl.data.storage import AnyPath, Store, are_paths, at_once, is_path, store_of
 from daskdl.data.tables import as_numpy
 from daskdl.data.unreadable import stream_readable
-from daskdl.errors import DataError, OptionError
+from daskdl.errors import DataError, OptionError, short_tracebacks
 
 logger = logging.getLogger(__name__)
 
@@ -598,6 +598,7 @@ def _pack_originals(
     return _pack(originals, Progress(store), client, details)
 
 
+@short_tracebacks
 def pack(
     X: Any,
     y: Any = None,

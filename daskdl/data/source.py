@@ -21,7 +21,7 @@ from typing_extensions import override
 from daskdl.data import batching
 from daskdl.data.batching import Rows, RowSpec
 from daskdl.data.named_columns import NO_COLUMNS, Columns, NamedRows
-from daskdl.errors import DataError
+from daskdl.errors import DataError, count_of
 
 SHOWN_ROWS = 2  # for a dry run
 
@@ -345,9 +345,9 @@ def check_counted(name: str, rows: Rows, counted: int | None) -> None:
     """Refuse rows of a part that are more or fewer than were counted, if any were."""
     if counted is not None and (length := batching.length(rows)) != counted:
         raise DataError(
-            f"{name} has {length} rows, but {counted} were counted before; a part must "
-            "have the same rows each time it is loaded: do not change the data during "
-            "a run, and persist() or pack data that are computed again"
+            f"{name} has {count_of(length, 'row')}, but {counted} were counted "
+            "before; a part must have the same rows each time it is loaded: do not "
+            "change the data during a run, and persist() or pack computed data"
         )
 
 

@@ -22,7 +22,7 @@ from daskdl.data.files import GroupedFiles
 from daskdl.data.inputs import source_of, with_columns
 from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.unreadable import UNREADABLE, blames_data
-from daskdl.errors import DataError, OptionError, ShapeError
+from daskdl.errors import DataError, OptionError, ShapeError, short_tracebacks
 
 Shape = tuple[int | None, ...]  # of a row; None: any length
 Arrays = Mapping[str, np.ndarray]
@@ -388,6 +388,7 @@ def _wrong_dtypes(arrays: Arrays, expected: Expectations) -> Iterator[str]:
             yield f"{name} is {leaf.dtype}, expected real numbers"
 
 
+@short_tracebacks
 def validate(
     X: Any,
     y: Any = None,

@@ -35,7 +35,7 @@ from daskdl.data.checks import LabelCheck, ShapeCheck
 from daskdl.data.distribute import map_parts, workers_of
 from daskdl.data.inputs import OnBad, ReadOptions, infer_metadata, weighted_source
 from daskdl.data.source import Source
-from daskdl.errors import DataError, OptionError
+from daskdl.errors import DataError, OptionError, short_tracebacks
 from daskdl.evaluation.report import Evaluation
 from daskdl.keras.compiled import OutputLosses, resolved_loss
 from daskdl.losses import aligned, labels_and_scale
@@ -69,6 +69,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+@short_tracebacks
 def evaluate(
     model: nn.Module,
     X: Any,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from daskdl.errors import OptionError
+from daskdl.errors import OptionError, count_of
 from daskdl.observe import plots
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ def user_metrics(values: Values) -> Section:
 
 def classification(values: Values, names: tuple[str, ...]) -> Section:
     """Report rates, confusion matrix and curves of class predictions."""
-    title = f"Classification: {len(names)} classes, {values['support'].sum()} labels"
+    labels = count_of(values["support"].sum(), "label")
+    title = f"Classification: {len(names)} classes, {labels}"
     blocks = _class_blocks(title, values, names, "class", "with labels")
     if len(names) <= LIMIT:
         blocks += _confusion(values, names)
@@ -191,7 +192,8 @@ def binary(values: Values, names: tuple[str, ...]) -> Section:
 
 def multilabel(values: Values, names: tuple[str, ...]) -> Section:
     """Report rates and curves of several labels per row."""
-    title = f"Multilabel: {len(names)} labels, {values['rows']} rows"
+    rows = count_of(values["rows"], "row")
+    title = f"Multilabel: {count_of(len(names), 'label')}, {rows}"
     blocks = _class_blocks(title, values, names, "label", "that occur")
     return Section("multilabel", values, blocks, names, _curve_pictures(values, names))
 

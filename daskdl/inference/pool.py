@@ -43,6 +43,7 @@ from daskdl.errors import (
     ModelError,
     OptionError,
     WaitTimeoutError,
+    hide_internal_frames_,
 )
 from daskdl.objective import call
 from daskdl.process_settings import torch_threads
@@ -79,17 +80,21 @@ class ModelFailure(NamedTuple):
     """An error of a model or a transform, as text that keeps no frames alive."""
 
     summary: str
-    details: str  # the traceback
+    details: str  # the traceback; empty without frames of the user
 
     @classmethod
     def of(cls, error: BaseException) -> "ModelFailure":
+        hide_internal_frames_(error)
         summary = text_of(error, named=not isinstance(error, DaskDLError))
+        if error.__traceback__ is None and error.__cause__ is None:
+            return cls(summary, "")
         return cls(summary, "".join(traceback.format_exception(error)))
 
     def error(self, what: str) -> ModelError:
         """Return the error to raise in the caller; `what` says what has failed."""
         error = ModelError(f"{what}: {self.summary}")
-        error.add_note(f"original traceback:\n{self.details}")
+        if self.details:
+            error.add_note(f"original traceback:\n{self.details}")
         return error
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from typing_extensions import override
 
-from daskdl.errors import ModelError, OptionError
+from daskdl.errors import ModelError, OptionError, count_of
 from daskdl.observe import plots, report
 from daskdl.observe.report import Line
 from daskdl.observe.tables import (
@@ -267,7 +267,7 @@ class History(Sequence[Row]):
         if not self._rows:
             return "History(no epochs)"
         last = self._rows[-1]
-        return f"History({len(self)} epochs, last loss {last['loss']:.4g})"
+        return f"History({count_of(len(self), 'epoch')}, last loss {last['loss']:.4g})"
 
     # ---- tables and plots
 

@@ -5,6 +5,8 @@ Matplotlib is imported on first use, and its global state does not change.
 Shape suffixes: C = classes, M = bins, P = points of a curve.
 """
 
+import functools
+import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +54,16 @@ def figure_of(plots: "Sequence[Callable[[SubFigure], None]]") -> "Figure":
     parts = figure.subfigures(rows, columns, squeeze=False).flatten()
     for plot, part in zip(plots, parts, strict=False):
         plot(part)
+    # Notebooks otherwise show figures of pyplot only. An attribute of the instance,
+    # since the class of a figure without pyplot exists only with matplotlib.
+    figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]
     return figure
+
+
+def _png(figure: "Figure") -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 def short(name: str, limit: int) -> str:

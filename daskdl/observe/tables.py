@@ -22,6 +22,8 @@ from typing import (
 import numpy as np
 from typing_extensions import override
 
+from daskdl.errors import count_of
+
 T = TypeVar("T")
 
 
@@ -299,7 +301,7 @@ class _Table(Sequence[Row], Generic[R]):
 
     @override
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} rows)"
+        return f"{type(self).__name__}({count_of(len(self), 'row')})"
 
 
 class StepTable(_Table[StepRow]):

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from daskdl.errors import count_of
+
 ACTIVITIES: Mapping[str, str] = {
     "compute": "forward pass, backward pass and optimizer",
     "exchange": "finding, packing and publishing entries, applying the updates of "
@@ -263,4 +265,5 @@ class Timeline(Sequence[Mapping[str, Any]]):
 
     @override
     def __repr__(self) -> str:
-        return f"Timeline({len(self)} spans of {len(self.replicas)} replicas)"
+        replicas = count_of(len(self.replicas), "replica")
+        return f"Timeline({count_of(len(self), 'span')} of {replicas})"

@@ -18,7 +18,7 @@ from typing_extensions import override
 from daskdl.config import check_type, check_whole, is_whole
 from daskdl.data.checks import LabelCheck, check_training, dry_run, optimizer_function
 from daskdl.data.tables import as_numpy, check_arrays
-from daskdl.errors import DataError, OptionError
+from daskdl.errors import DataError, OptionError, count_of, short_tracebacks
 from daskdl.objective import Loss
 from daskdl.planning.cost_model import Measured, Network, Prediction, predict
 from daskdl.planning.measure import BenchmarkSpec, measure
@@ -104,6 +104,7 @@ class Plan:
         return "\n".join([heading, *lines, self.advice])
 
 
+@short_tracebacks
 def plan(
     model: nn.Module | Callable[[], nn.Module],
     batch: tuple[Any, Any],
@@ -278,7 +279,7 @@ def advise(
             f"the limit is {refused.limit!r}, and the efficiency is "
             f"{refused.efficiency:.1%}"
         )
-    cause = f"at {refused.workers} workers, {cause}"
+    cause = f"at {count_of(refused.workers, 'worker')}, {cause}"
     if paying is None:
         best = max(several, key=lambda row: row.samples_per_s)
         verdict = "Does not pay off" if best.speed <= 1 else "Hardly pays off"
@@ -317,7 +318,7 @@ def _most_paying(rows: Sequence[Prediction]) -> Prediction | None:
 
 
 def _speedup(row: Prediction) -> str:
-    return f"{row.workers} workers, {row.speed:.2g} times as fast as one"
+    return f"{count_of(row.workers, 'worker')}, {row.speed:.2g} times as fast as one"
 
 
 class Change(NamedTuple):

@@ -54,6 +54,7 @@ from daskdl.errors import (
     DataError,
     LostPieceError,
     WaitTimeoutError,
+    count_of,
     shown,
 )
 from daskdl.evaluation.evaluate import Sums, add_sums
@@ -620,9 +621,9 @@ class Feed:
             stop = readable
         elif count < stop:
             raise DataError(
-                f"{self._store.name(self._phase, part)} has {count} rows, but had at "
-                f"least {stop} before; a part must be the same each time it is loaded "
-                "or computed: persist() it, or pack it"
+                f"{self._store.name(self._phase, part)} has {count_of(count, 'row')}, "
+                f"but had at least {stop} before; a part must be the same each time it "
+                "is loaded or computed: persist() it, or pack it"
             )
         within = slice(start, stop)
         return Chunk(rows, within if order is None else order[within])

@@ -27,7 +27,7 @@ from daskdl.callbacks import (
 from daskdl.config import check_choice
 from daskdl.data.checks import optimizer_of
 from daskdl.data.unreadable import USER_ERRORS
-from daskdl.errors import OptionError
+from daskdl.errors import OptionError, count_of
 from daskdl.observe.history import COLUMNS, NOT_AGREED, Reason
 from daskdl.serialization import Packed, copied
 from daskdl.training.base import Parameters
@@ -507,16 +507,13 @@ def _reasons(
 
 
 def _no_better(name: str, epochs: int, score: float, best: BestScore) -> str:
+    duration = count_of(epochs, "epoch")
     if best.best_epoch < 0:
-        return f"{name} has not been finite for {_epochs(epochs)}: it is {score}"
+        return f"{name} has not been finite for {duration}: it is {score}"
     return (
-        f"{name} has not improved for {_epochs(epochs)}: it is {score:.6g}, the best "
-        f"was {best.best_score:.6g} in epoch {best.best_epoch}"
+        f"{name} has not improved for {duration}: it is {score:.6g}, the best was "
+        f"{best.best_score:.6g} in epoch {best.best_epoch}"
     )
-
-
-def _epochs(count: int) -> str:
-    return "1 epoch" if count == 1 else f"{count} epochs"
 
 
 def only(kind: type[Any], callbacks: Sequence[Callback]) -> Any:

@@ -15,6 +15,7 @@ import secrets
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,7 +26,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from distributed import Client
 from torch import nn
 from torch.optim import Optimizer
-from tqdm.auto import tqdm
+from tqdm import TqdmWarning
+
+with warnings.catch_warnings():  # in a notebook without ipywidgets: plain text does
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
 
 from daskdl import errors
 from daskdl.callbacks import Callback, FitBegin, FitEnd, LayerMonitor, run_hook
@@ -59,6 +64,7 @@ from daskdl.errors import (
     ReplicaError,
     RunError,
     SaveError,
+    count_of,
 )
 from daskdl.evaluation.evaluate import has_accuracy, metrics_for
 from daskdl.observe.history import (
@@ -211,7 +217,8 @@ class FitRun:
             if spec.drop_last and self._rows is not None and self._rows < size:
                 raise DataError(
                     f"drop_last=True drops all rows: batch_size={size}, but the data "
-                    f"have {self._rows} rows; use a batch_size of at most {self._rows}"
+                    f"have {count_of(self._rows, 'row')}; use a batch_size of at most "
+                    f"{self._rows}"
                 )
             if self._class_count is None and train.classes is not None:
                 self._class_count = len(train.classes)

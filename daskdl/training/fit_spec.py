@@ -395,16 +395,20 @@ class FitSpec:
         options["scheduler"] = options.pop("scheduling").make
         read = options.pop("read")
         return {
-            "model": f"{_named(model)}, {size:,} trainable parameters",
-            "optimizer": f"{_named(optimizer)}, "
+            "model": f"{display_name(model)}, {size:,} trainable parameters",
+            "optimizer": f"{display_name(optimizer)}, "
             + ", ".join(f"{name}={value}" for name, value in usual.items()),
-            "loss": _named(options.pop("objective")),
+            "loss": display_name(options.pop("objective")),
             "batch_size": str(read.batch_size),
-            "transform": _named(read.transform),
+            "transform": display_name(read.transform),
             "on_bad_batch": read.on_bad_batch,
             # By class only: callbacks may contain URLs and credentials.
-            "callbacks": ", ".join(map(_named, options.pop("callbacks"))) or "none",
-            **{n: _named(value) for n, value in options.items() if n != "optimizer"},
+            "callbacks": display_name(options.pop("callbacks")) or "none",
+            **{
+                n: display_name(value)
+                for n, value in options.items()
+                if n != "optimizer"
+            },
         }
 
     def sources(
@@ -466,12 +470,14 @@ class FitSpec:
         return sources
 
 
-def _named(value: Any) -> str:
-    """Name a function or an object of a class; show a plain value as it is."""
+def display_name(value: Any) -> str:
+    """Name functions and objects by their class; show plain values as they are."""
     if isinstance(value, str | int | float | TrainingMaster | torch.dtype | None):
         return shown(str(value), 500)
     if isinstance(value, torch.device):
         return str(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(display_name, value))
     return str(getattr(value, "__qualname__", type(value).__name__))
 
 

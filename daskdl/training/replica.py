@@ -35,7 +35,7 @@ from daskdl.data.checks import (
     preserved_random_state,
     transformed_batch,
 )
-from daskdl.errors import ChannelError, DivergedError, shown
+from daskdl.errors import ChannelError, DivergedError, hide_internal_frames_, shown
 from daskdl.evaluation.evaluate import Score, add_sums, score_batches
 from daskdl.objective import Batch, OwnStep
 from daskdl.observe.tables import StepRow, Thinned
@@ -872,6 +872,7 @@ def check_alike(gathered: BarrierResult, when: str) -> None:
 
 def failure_of(error: Exception, step: int) -> dict[str, Any]:
     """Describe an exception in plain values."""
+    hide_internal_frames_(error)
     kind = type(error)
     is_ours = kind.__module__ == errors.__name__
     notes = getattr(error, "__notes__", ())

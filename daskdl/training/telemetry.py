@@ -20,7 +20,7 @@ from daskdl.channel.base import ChannelStats
 from daskdl.channel.protocol import TrainedWork
 from daskdl.compression.compressor import Sample
 from daskdl.compression.flat import working_dtype
-from daskdl.errors import DataError
+from daskdl.errors import DataError, count_of
 from daskdl.evaluation.evaluate import Score, Sums, add_sums, means
 from daskdl.observe.history import COLUMNS, History
 from daskdl.observe.tables import (
@@ -422,9 +422,9 @@ def check_trained(epoch: int, reports: Reports) -> None:
         why = []
         if dropped:
             why.append(
-                f"drop_last=True left out {dropped} examples, as none of "
-                f"{len(reports)} replicas had enough for a batch; take a smaller "
-                "batch_size, fewer replicas, or drop_last=False"
+                f"drop_last=True left out {count_of(dropped, 'example')}, as none of "
+                f"{count_of(len(reports), 'replica')} had enough for a batch; take a "
+                "smaller batch_size, fewer replicas, or drop_last=False"
             )
         if skipped:
             reason = next((total.reason for total in totals if total.reason), "")

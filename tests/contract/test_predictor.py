@@ -432,15 +432,21 @@ class Unprintable(nn.Linear):
         (nn.Linear(4, 3), 3, r"failed on 2 rows, X: shape \(2, 3\)"),
         (Unprintable(4, 3), 4, "UnprintableError"),
         (Parameterless(), 4, "StopIteration"),  # asyncio cannot pass it on
-        (nn.Flatten(0), 4, r"one row per example, .* \(8,\) for 2 rows"),
     ],
-    ids=["shape", "unprintable", "iteration", "no rows"],
+    ids=["shape", "unprintable", "iteration"],
 )
 def test_an_error_of_the_model_is_raised_with_its_traceback(model, columns, message):
     with here(model) as predictor, pytest.raises(ModelError, match=message) as error:
         predictor(X[:2, :columns], timeout_s=WITHIN_S)
 
     assert "Traceback (most recent call last)" in error.value.__notes__[0]
+
+
+def test_outputs_that_are_not_one_row_per_example_are_refused():
+    message = r"one row per example, .* \(8,\) for 2 rows"
+
+    with here(nn.Flatten(0)) as predictor, pytest.raises(ModelError, match=message):
+        predictor(X[:2], timeout_s=WITHIN_S)
 
 
 @pytest.mark.parametrize(

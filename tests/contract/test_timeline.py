@@ -183,5 +183,5 @@ def test_packed_spans_are_the_table():
 
     assert list(table(rows.packed())) == list(rows)
     assert np.frombuffer(rows.packed(), SPANS)["start"][0] == BEGAN + 100.0
-    assert repr(rows) == "Timeline(2 spans of 1 replicas)"
+    assert repr(rows) == "Timeline(2 spans of 1 replica)"
     assert table().seconds() == {}

@@ -8,9 +8,10 @@ values when a run starts and sends them to the workers::
     DASK_DASKDL__TIMEOUTS__SILENCE=30s
 """
 
+import difflib
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,16 +78,14 @@ class Timeouts:
 
     @classmethod
     def from_config(cls) -> "Timeouts":
-        """Return the configured timeouts: numbers of seconds, or text like "30s"."""
-        known = [field.name for field in fields(cls)]
-        configured: Any = dask.config.get("daskdl.timeouts", None)
-        for name in configured if isinstance(configured, dict) else ():
-            if name not in known:
-                raise OptionError(
-                    f"daskdl.timeouts.{name} does not exist; the timeouts are "
-                    f"{', '.join(known)}"
-                )
-        return cls(**{name: _seconds(name) for name in known})
+        """Return the configured timeouts: numbers of seconds, or text like "30s".
+
+        Raises:
+            OptionError: If a timeout is not allowed, or if Dask's configuration has any
+                key of daskdl that does not exist.
+        """
+        check_names()
+        return cls(**{field.name: _seconds(field.name) for field in fields(cls)})
 
 
 def _seconds(name: str) -> float:
@@ -100,6 +99,63 @@ def _seconds(name: str) -> float:
         raise OptionError(
             f"daskdl.timeouts.{name} must be seconds or text like '30s', got {value!r}"
         ) from error
+
+
+def check_names() -> None:
+    """Refuse names below ``daskdl`` in Dask's configuration that do not exist.
+
+    Example:
+        >>> with dask.config.set({"daskdl.silence": "30s"}):
+        ...     check_names()
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: daskdl.silence does not exist in Dask's \
+configuration: did you mean daskdl.timeouts.silence?
+    """
+    wrong = []
+    for root, value in dask.config.config.items():
+        name = _spelled(root)
+        if name == "daskdl":
+            wrong += _wrong_below(name, value)
+        elif name.startswith("daskdl_"):
+            wrong.append(_nonexistent(name))
+    if wrong:
+        raise OptionError("; ".join(wrong))
+
+
+KNOWN = [
+    f"daskdl.{part}.{name}" for part, s in DEFAULTS["daskdl"].items() for name in s
+]
+
+
+def _spelled(name: object) -> str:
+    return str(name).replace("-", "_")  # Dask reads both alike
+
+
+def _wrong_below(name: str, value: Any) -> list[str]:
+    """Return what is wrong with a name, and with the names below it."""
+    if name in KNOWN:
+        return []
+    exists = any(key.startswith(f"{name}.") for key in KNOWN)
+    if isinstance(value, Mapping) and (exists or value):
+        below = [(f"{name}.{_spelled(key)}", v) for key, v in value.items()]
+        return [what for key, v in below for what in _wrong_below(key, v)]
+    if exists and value is not None:
+        there = [key.removeprefix(f"{name}.") for key in KNOWN if key.startswith(name)]
+        return [f"{name} must be a mapping with {', '.join(there)}, got {value!r}"]
+    return [] if exists else [_nonexistent(name)]
+
+
+def _nonexistent(name: str) -> str:
+    """Return a message about a name that does not exist, with the nearest one."""
+    is_root = "." not in name
+    alike = {k.replace(".", "_") if is_root else k.rpartition(".")[2]: k for k in KNOWN}
+    close = difflib.get_close_matches(name.rpartition(".")[2], alike, 1)
+    nearest = alike[close[0]] if close else ""
+    remedy = f"did you mean {nearest}?" if nearest else f"there are {', '.join(KNOWN)}"
+    if is_root and nearest:
+        variable = f"DASK_{nearest.replace('.', '__').upper()}"
+        remedy += f" In the environment: {variable}"
+    return f"{name} does not exist in Dask's configuration: {remedy}"
 
 
 # Copies the defaults to ~/.config/dask, commented out, as Dask's own libraries do.

@@ -197,6 +197,7 @@ class FitRun:
     ) -> Iterator[None]:
         """Do a dry run, and prepare the data and the backend."""
         spec, model = self._spec, self._model
+        self._timeouts = spec.master.timeouts()  # before anything is read
         if client is False:
             check_device(str(spec.device))
         else:
@@ -361,7 +362,7 @@ class FitRun:
             grid=grid_for(flat),
             outbox_bytes=OUTBOX_BYTES,
             inbox_bytes=INBOX_BYTES,
-            timeouts=spec.master.timeouts(),
+            timeouts=self._timeouts,
             checkpoints=checkpoints,
             resume=resume,
         )

@@ -50,12 +50,6 @@ def test_text_may_have_a_unit_and_a_plain_number_is_seconds(value, seconds):
             ("stop", bad, f"stop must be seconds or text like '30s', got {bad!r}")
             for bad in (-1.0, float("nan"), "soon", "3 bananas", "-5s", [1], None)
         ),
-        (
-            "sillence",
-            "5s",
-            "daskdl.timeouts.sillence does not exist; the timeouts are join, request, "
-            "silence, stop, rejoin, data",
-        ),
     ],
 )
 def test_an_invalid_bound_is_refused_by_name(name, value, message):
@@ -64,6 +58,73 @@ def test_an_invalid_bound_is_refused_by_name(name, value, message):
         pytest.raises(OptionError, match=re.escape(message)),
     ):
         Timeouts.from_config()
+
+
+LISTED = ", ".join(
+    [f"daskdl.timeouts.{name}" for name in NAMES]
+    + ["daskdl.export.url", "daskdl.export.storage_options"]
+)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "value", "message"),
+    [
+        (
+            "daskdl.timeouts.sillence",
+            "5s",
+            "daskdl.timeouts.sillence does not exist in Dask's configuration: did you "
+            "mean daskdl.timeouts.silence?",
+        ),
+        (
+            "daskdl.silence",
+            5,
+            "daskdl.silence does not exist .* daskdl.timeouts.silence",
+        ),
+        ("daskdl.timeout.stop", 5, "daskdl.timeout.stop .* mean daskdl.timeouts.stop"),
+        ("daskdl.export.uri", "s3://a", "daskdl.export.uri .* daskdl.export.url"),
+        ("daskdl.timeouts.url", "s3://a", "daskdl.timeouts.url .* daskdl.export.url"),
+        ("daskdl.rejoin_timeout", 5, "daskdl.rejoin_timeout .* daskdl.timeouts.rejoin"),
+        ("daskdl.colour", "red", f"daskdl.colour .*: there are {LISTED}$"),
+        (
+            "daskdl_timeouts_silence",
+            "5s",
+            "daskdl_timeouts_silence .* mean daskdl.timeouts.silence. "
+            "In the environment: DASK_DASKDL__TIMEOUTS__SILENCE$",
+        ),
+        (
+            "daskdl.timeouts",
+            "5s",
+            f"daskdl.timeouts must be a mapping with {', '.join(NAMES)}, got '5s'",
+        ),
+    ],
+)
+def test_a_name_that_nothing_reads_is_refused_with_the_nearest(wrong, value, message):
+    with dask.config.set({wrong: value}), pytest.raises(OptionError, match=message):
+        Timeouts.from_config()
+
+
+def test_every_name_that_does_not_exist_is_in_the_message():
+    names = {"daskdl.sillence": 1, "daskdl.export.uri": 2, "daskdl_x": 3}
+
+    with dask.config.set(names), pytest.raises(OptionError) as refused:
+        Timeouts.from_config()
+
+    assert all(f"{name} does not exist" in str(refused.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {"daskdl.export.storage-options": {"anon": True, "url": "x"}},
+        {"daskdl.export": None},
+        {"daskdl": None},
+        {"distributed.silence": 1},
+    ],
+    ids=str,
+)
+def test_the_options_of_a_store_and_empty_sections_are_accepted(configuration):
+    with dask.config.set(configuration):
+        assert Timeouts.from_config() == DEFAULT
 
 
 SHOW = "from daskdl.config import Timeouts; print(Timeouts.from_config())"

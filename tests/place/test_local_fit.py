@@ -10,7 +10,7 @@ import torch
 from distributed.utils_test import poll_for
 from tqdm.auto import tqdm
 
-from daskdl import Trainer
+from daskdl import OptionError, Trainer
 from daskdl.observe.history import COLUMNS
 from tests.support.problems import kept, mlp, rows, sgd, trainer
 from tests.support.recording import Notes, vector
@@ -142,6 +142,25 @@ def test_a_replica_that_computes_a_block_is_not_given_up():
 
     assert history.column("examples") == [480]
     assert history[0]["waits"]["staleness"] > 0.5
+
+
+@pytest.mark.parametrize("approach", ["direct", "export"])
+def test_a_wrong_configuration_is_refused_before_the_data_are_read(approach):
+    read = []
+
+    def note(block):
+        read.append(len(block))
+        return block
+
+    x = BLOCKS[0].map_blocks(note, dtype=X.dtype, meta=X[:0])
+
+    with (
+        dask.config.set({"daskdl.silence": "5s"}),
+        pytest.raises(OptionError, match="mean daskdl.timeouts.silence"),
+    ):
+        trainer(False).fit(x, BLOCKS[1], approach=approach)
+
+    assert read == []
 
 
 def test_labels_are_checked_after_the_transform():

@@ -821,7 +821,7 @@ Described = Mapping[str, Any]  # a run or a replica, see `LiveRun.describe`
 
 def _activity(replica: Described, awaited: set[int], run: Described, count: int) -> str:
     """Describe what a replica does or waits for."""
-    step = f"step {replica['step']}"
+    step = f"step {replica['steps']}"
     if replica["phase"] == "starting":
         return "has not started; is its worker busy with other tasks?"
     if replica["doing"] is None:

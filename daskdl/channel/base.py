@@ -257,6 +257,13 @@ class Channel(ABC):
         if progress != former:  # else the last update carries it
             self._announce(progress)
 
+    def count_steps(self, steps: int) -> None:
+        """Note the steps that this replica has taken, for messages about it.
+
+        Unlike `progress`, no other replica waits for them: the next heartbeat has them.
+        """
+        self._inbox.steps = steps
+
     def drain(self, up_to_step: int | None = None) -> DrainResult:
         """Drain pending updates.
 

@@ -441,6 +441,7 @@ class Inbox:
         waiting: Cause of the training thread's current wait, and the clock's time at
             which it began; None while the thread computes.
         progress: Progress of this replica.
+        steps: Steps that this replica has taken, for messages about it.
         clock: Times the waits and announcements.
         changed: Notified after each change; reentrant.
         passed_on: Number of the last ``AGREE`` barrier before which a relay has
@@ -460,6 +461,7 @@ class Inbox:
     awaits_snapshot: bool
     waiting: tuple[str, float] | None
     progress: PeerProgress
+    steps: int
     clock: Clock
     changed: threading.Condition
     passed_on: int
@@ -486,6 +488,7 @@ class Inbox:
         self.awaits_snapshot = False
         self.waiting = None
         self.progress = PeerProgress()
+        self.steps = 0
         self.clock = clock
         self.passed_on = 0
         self.changed = clock.condition() if changed is None else changed

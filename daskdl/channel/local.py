@@ -267,6 +267,11 @@ class LocalChannel(Channel):
         return True
 
     @override
+    def count_steps(self, steps: int) -> None:
+        member = self._state.members.replicas[self._replica]
+        member.steps, member.heartbeat_at = steps, self._run.now()
+
+    @override
     def _announce(self, progress: PeerProgress) -> None:
         with self._changed:
             self._inbox.progress = progress

@@ -187,6 +187,7 @@ class ToScheduler(Destination):
                 replica=self._connection.spec.replica,
                 messages=[message.to_wire() for message in messages],
                 progress=progress,
+                steps=routing.inbox.steps,
                 leaves=routing.leaving,
                 **acknowledgement,
                 **routing.take_live(),

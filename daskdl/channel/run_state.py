@@ -48,6 +48,7 @@ class MemberState:
         gone: Whether the replica has left or failed, for good.
         heartbeat_at: Time of the last heartbeat, seconds on the scheduler's clock.
         progress: Last known progress.
+        steps: Last known number of steps that it has taken.
         generation: In a mesh, membership that the replica has adopted; -1: none yet.
         adopted_at: Its last update when it adopted that membership, or a later one.
         received: By origin, the update up to which all are received or not needed.
@@ -64,6 +65,7 @@ class MemberState:
     gone: bool = False
     heartbeat_at: float = 0.0
     progress: PeerProgress = AT_FIRST
+    steps: int = 0
     generation: int = -1
     adopted_at: int = 0
     received: dict[int, int] = field(default_factory=dict)
@@ -199,7 +201,7 @@ class Membership:
             progress = "which has not joined"
             if member.joined:
                 progress = (
-                    f"last seen at step {member.progress.step}, update "
+                    f"last seen at step {member.steps}, update "
                     f"{member.progress.sequence}, "
                     f"{max(now - member.heartbeat_at, 0.0):.1f} s ago"
                 )
@@ -795,6 +797,7 @@ class RunState:
                 "worker": member.worker,
                 "phase": _phase(member),
                 "step": member.progress.step,
+                "steps": member.steps,
                 "silent_s": max(now - member.heartbeat_at, 0.0)
                 if member.joined
                 else None,

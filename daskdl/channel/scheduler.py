@@ -462,12 +462,14 @@ class LiveRun:
         acknowledgement: Acknowledgement | None = None,
         live: LiveReport | None = None,
         leaves: bool = False,
+        steps: Natural = 0,
     ) -> Fields:
         """Accept a replica's updates for all others, or only a heartbeat.
 
         In a mesh there is an acknowledgement, updates only from a replica that leaves,
         and the answer contains the progress of all replicas that train. With `leaves`,
-        the last updates of the replica are accepted even if a queue is full.
+        the last updates of the replica are accepted even if a queue is full. `steps`
+        are those that the replica has taken, which messages about it name.
         """
         state = self.state
         member = state.members.taking_part(replica)
@@ -478,6 +480,7 @@ class LiveRun:
                 )
             update.check_size()
         member.heartbeat_at = self.now()
+        member.steps = max(member.steps, steps)
         if live is not None:
             self.record.report(replica, live, self.now())
         accepted = 0

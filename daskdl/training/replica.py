@@ -484,6 +484,7 @@ class Replica:
         with self._layers.measuring() if sampled else contextlib.nullcontext():
             self.stepper.update(exchange.learning_rate_scale, exchange.rate_factor)
         self.steps += 1
+        self._channel.count_steps(self.steps)
         if self.rate.per_step:
             self.rate.step_()
         if callbacks:

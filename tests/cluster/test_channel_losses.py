@@ -20,6 +20,7 @@ from tests.support.channels import (
     lease,
     publish,
     totals,
+    wait_until,
     workers,
 )
 from tests.support.run_states import GRID, SIZE
@@ -113,6 +114,8 @@ async def test_a_closing_worker_lets_its_replica_hand_over(c, s, a, b, routing):
 async def test_a_silent_replica_is_removed_and_named(c, s, a, b):
     async with a_run(c, s, a, b, timeouts=bounds(silence=2.0)) as run:
         waiting = begin(run.channels[0].barrier, "end", None)
+        run.channels[1].count_steps(375)
+        await wait_until(lambda: run.record.members.replicas[1].steps == 375)
 
         run.link(1).stop_sending()
 
@@ -120,7 +123,7 @@ async def test_a_silent_replica_is_removed_and_named(c, s, a, b):
         (lost,) = await run.events()
         assert (lost["kind"], lost["replica"]) == ("lost", 1)
         assert re.fullmatch(
-            f"lost replica 1 on {b.address}, last seen at step 0, update 0, "
+            f"lost replica 1 on {b.address}, last seen at step 375, update 0, "
             r"\d\.\d s ago: no heartbeat for 2 s \(daskdl\.timeouts\.silence\)",
             lost["summary"],
         )

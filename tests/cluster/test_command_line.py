@@ -131,6 +131,30 @@ def test_a_run_that_hangs_is_explained(client):
     )
 
 
+@pytest.mark.parametrize(
+    "master",
+    [daskdl.GradientSharing(), daskdl.ParameterAveraging()],
+    ids=["sharing", "averaging"],
+)
+def test_the_steps_of_a_lone_replica_are_counted(lone_client, master):
+    scheduler, (worker,) = lone_client.scheduler.address, addresses(lone_client)
+    lone = trainer(lone_client, model=Stuck(worker), master=master)
+    fit = threading.Thread(target=lone.fit, args=(X, Y))
+    release = Event("go on", client=lone_client)
+    activity = f"  replica 0 on {worker}: step 4, computes in "
+    release.clear()
+    fit.start()
+    try:
+        poll_for(
+            lambda: activity in call("doctor", "--scheduler", scheduler).stdout,
+            timeout=60,
+            period=0.2,
+        )
+    finally:
+        release.set()
+        fit.join()
+
+
 NETS = """
 import signal
 import threading

@@ -53,13 +53,14 @@ def test_a_replica_that_is_silent_while_another_waits_for_it_ends_the_run(block)
     channel, silent = channel_of(run, data=0.1, silence=0.1), channel_of(run, 1)
     join(channel, silent)
     silent.lease("train", 0, [])
+    silent.count_steps(375)
 
     with pytest.raises(Stopped) as caught:
         block(channel)
 
     assert re.fullmatch(
         r"no heartbeat for 0\.2 s \(daskdl\.timeouts\.data \+ silence\) of "
-        r"replica 1 on tcp://worker-1, last seen at step 0, update 0, 0\.\d s ago",
+        r"replica 1 on tcp://worker-1, last seen at step 375, update 0, 0\.\d s ago",
         str(caught.value),
     )
     assert run.watch(timeout_s=0)[0]["type"] == "WaitTimeoutError"

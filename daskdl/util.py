@@ -284,10 +284,10 @@ async def _answers(client: Client) -> dict[str, Any]:
         done, waiting = await asyncio.wait(asked, timeout=bound.seconds)
         if done:
             (workers,) = (task.result() for task in done)
-            asking = {scheduler: client.run_on_scheduler(_version_finder())}
+            asking = {scheduler: client.run_on_scheduler(version_finder())}
             for address in sorted(workers):
                 asking[f"worker {address}"] = client.run(
-                    _version_finder(), workers=[address], on_error="return"
+                    version_finder(), workers=[address], on_error="return"
                 )
             asked = {asyncio.ensure_future(r): where for where, r in asking.items()}
             _, waiting = await asyncio.wait(asked, timeout=bound.seconds)
@@ -308,7 +308,7 @@ async def _answers(client: Client) -> dict[str, Any]:
     return answers
 
 
-def _version_finder() -> Callable[[], Awaitable[Versions]]:
+def version_finder() -> Callable[[], Awaitable[Versions]]:
     """Return a function that finds the versions in a process that may lack daskdl.
 
     An inner function is pickled by value, not by module and name. The scheduler imports
@@ -339,7 +339,7 @@ def arrival_plugin(name: str) -> WorkerPlugin:
     imports daskdl in a thread, installs the channel plugin if the versions match, and
     reports the versions to the scheduler.
     """
-    find, version = _version_finder(), VERSION
+    find, version = version_finder(), VERSION
 
     class Arrival(WorkerPlugin):  # type: ignore[misc]  # Dask is untyped
         idempotent = True

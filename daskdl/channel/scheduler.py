@@ -888,8 +888,14 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
 
 async def dask_setup(scheduler: Scheduler) -> None:
-    """Register the plugin when a scheduler starts, if it preloads this module.
+    """Prepare for fits when a scheduler starts, if it preloads this module.
 
-    Otherwise the first fit does, and until then the dashboard has no page of daskdl.
+    Otherwise the first fit does: it registers the plugin, without which the dashboard
+    has no page of daskdl, and waits seconds for the modules that each process needs.
     """
+    from daskdl.util import version_finder  # needs torch, unlike the plugin
+
     await scheduler.register_scheduler_plugin(ChannelSchedulerPlugin(), idempotent=True)
+    versions = await version_finder()()
+    if versions["error"]:
+        logger.warning("no fit can use this scheduler: %s", versions["error"])

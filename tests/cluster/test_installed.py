@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 
@@ -16,10 +17,12 @@ from distributed.utils_test import poll_for
 from torch import nn
 
 import daskdl
+from daskdl.channel.protocol import NAME
 from tests.support.clusters import ProcessCluster, Script, enough
 from tests.support.problems import mlp, rows, trainer
 
 X, Y = rows()
+WITHIN_S = 100.0
 REMEDY = "install the same daskdl and the same minor version of torch"
 
 
@@ -302,3 +305,29 @@ def test_a_new_worker_imports_daskdl_in_a_thread(apart):
         if name.split(".")[0] in packages and thread == of_the_loop
     ]
     assert on_the_loop == []
+
+
+PRELOADED = """
+import asyncio, sys
+from distributed import Scheduler
+
+async def show():
+    preloaded = {"preload": "daskdl.channel.scheduler"}
+    async with Scheduler(port=0, dashboard=False, **preloaded) as scheduler:
+        print("daskdl.training.dask_backend" in sys.modules)
+        print([name for name in scheduler.plugins if "daskdl" in name])
+
+asyncio.run(show())
+"""
+
+
+def test_a_scheduler_that_preloads_daskdl_has_what_the_first_fit_needs():
+    done = subprocess.run(
+        [sys.executable, "-c", PRELOADED],
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+
+    assert done.stdout == f"True\n[{NAME!r}]\n", done.stderr

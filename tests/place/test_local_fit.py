@@ -156,7 +156,7 @@ def test_a_wrong_configuration_is_refused_before_the_data_are_read(approach):
 
     with (
         dask.config.set({"daskdl.silence": "5s"}),
-        pytest.raises(OptionError, match="mean daskdl.timeouts.silence"),
+        pytest.raises(OptionError, match=r"mean daskdl\.timeouts\.silence"),
     ):
         trainer(False).fit(x, BLOCKS[1], approach=approach)
 

@@ -181,7 +181,6 @@ class RemoteChannel(Channel):
         self._timed(cause, future.done, None if bound is None else bound.seconds)
         if not future.done():
             future.cancel()
-            self.check()
             raise TimeoutError("no answer")
         return future.result()
 
@@ -202,11 +201,13 @@ class RemoteChannel(Channel):
         try:
             answer = self._answer(cause, None, operation, bound, **fields)
         except TimeoutError as error:
+            self.check()  # a heartbeat may have failed before
             raise WaitTimeoutError(
                 f"the scheduler did not answer {operation} of replica {self._replica} "
                 f"within {bound}; last seen: {self._last_seen()}"
             ) from error
         except OSError as error:
+            self.check()
             raise ChannelError(f"the scheduler cannot be reached: {error}") from error
         answer = self._connection.checked(answer)
         self.check()
@@ -395,17 +396,20 @@ class RemoteChannel(Channel):
         wait: bool = False,
         work: Work | None = None,
     ) -> Lease | SyncPoint | None:
-        answer = self._ask(
-            WaitCause.LEASE,
-            protocol.LEASE,
-            None if wait else self._timeouts.bound("request"),
-            phase=phase,
-            epoch=epoch,
-            finished=[dict(lease) for lease in finished],
-            wait=wait,
-            work=work,
-            idle_payload=wrap_arrays(self._idle_payload) if wait else None,
-        )
+        bound = self._timeouts.bound("rejoin" if wait else "request")
+        # With too few replicas, this one waits until others join.
+        with self._routing.to_scheduler.patient(bound):
+            answer = self._ask(
+                WaitCause.LEASE,
+                protocol.LEASE,
+                None if wait else bound,
+                phase=phase,
+                epoch=epoch,
+                finished=[dict(lease) for lease in finished],
+                wait=wait,
+                work=work,
+                idle_payload=wrap_arrays(self._idle_payload) if wait else None,
+            )
         if wait:
             self._idle_payload = None
         if answer["lease"] is not None:

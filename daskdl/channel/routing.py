@@ -35,6 +35,7 @@ from daskdl.channel.transport import (
     RetransmitBuffer,
     SendLoop,
 )
+from daskdl.config import Bound
 from daskdl.errors import DaskDLError
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,15 @@ class ToScheduler(Destination):
     async def run(self) -> None:
         """Send until cancelled."""
         await self._loop.run()
+
+    @contextlib.contextmanager
+    def patient(self, bound: Bound) -> Iterator[None]:
+        """Allow the scheduler another bound for the answer to each request."""
+        former, self._loop.bound = self._loop.bound, bound
+        try:
+            yield
+        finally:
+            self._loop.bound = former
 
     @override
     def announce(self, progress: Message) -> None:

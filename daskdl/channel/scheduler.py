@@ -286,6 +286,9 @@ class LiveRun:
         Args:
             timeout_s: Longest wait, seconds.
             rows: New rows of the client's history, for the dashboard.
+
+        Returns:
+            ``events``; ``has_enough``: whether replicas train, or may train.
         """
         for row in rows:
             self.record.add_row(row)
@@ -293,7 +296,8 @@ class LiveRun:
             raise ValueError(f"timeout_s must be in 0 .. {LONGEST_S}, got {timeout_s}")
         with contextlib.suppress(TimeoutError):
             await self.until(lambda: bool(self.state.events), timeout_s)
-        return {"events": self.state.take_events()}
+        has_enough = self.state.has_enough
+        return {"events": self.state.take_events(), "has_enough": has_enough}
 
     async def handle_stop(self, reason: str) -> Fields:
         """Stop the run for the client."""

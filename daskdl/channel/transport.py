@@ -491,7 +491,12 @@ class SendLoop:
         beat_s: Longest time between two requests, seconds.
         bound: Timeout of a request.
         destination: For messages, for example ``"the scheduler"``.
+
+    Attributes:
+        bound: Timeout of the next requests.
     """
+
+    bound: Bound
 
     def __init__(
         self,
@@ -507,7 +512,7 @@ class SendLoop:
         self._send = send
         self._pace_s = pace_s
         self._beat_s = beat_s
-        self._bound = bound
+        self.bound = bound
         self._destination = destination
         self._wake = asyncio.Event()
         self._answered_at: float | None = None  # time of the last answer, loop's clock
@@ -538,13 +543,14 @@ class SendLoop:
             await asyncio.sleep(pause_s)
 
     async def _send_with_retry(self, batch: Sequence[Message]) -> int:
+        bound = self.bound
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                async with asyncio.timeout(self._bound.seconds):
+                async with asyncio.timeout(bound.seconds):
                     accepted = await self._send(batch)
             except TimeoutError:
                 if attempt == ATTEMPTS:
-                    raise self._unanswered(len(batch)) from None
+                    raise self._unanswered(len(batch), bound) from None
             except OSError:
                 if attempt == ATTEMPTS:
                     raise
@@ -553,7 +559,7 @@ class SendLoop:
                 return accepted
         raise AssertionError("every attempt returns or raises")
 
-    def _unanswered(self, items: int) -> WaitTimeoutError:
+    def _unanswered(self, items: int, bound: Bound) -> WaitTimeoutError:
         now = asyncio.get_running_loop().time()
         last = (
             "it never answered before"
@@ -561,7 +567,7 @@ class SendLoop:
             else f"its last answer was {now - self._answered_at:.1f} s ago"
         )
         return WaitTimeoutError(
-            f"{self._destination} did not answer within {self._bound}, {ATTEMPTS} "
+            f"{self._destination} did not answer within {bound}, {ATTEMPTS} "
             f"times, to {items} messages ({self._outbox.nbytes} bytes are queued); "
             f"{last}"
         )

@@ -509,7 +509,7 @@ class DaskBackend(Backend):
     @override
     def poll_events(self) -> Iterator[Event]:
         posted: Sequence[Mapping[str, Any]] = ()
-        ended = False
+        ended, bound = False, None
         while posted or not ended:
             ended = all(future.done() for future in self._futures.values())
             for worker, at in list(self._retry_at.items()):
@@ -520,8 +520,13 @@ class DaskBackend(Backend):
             self._restore_lost_parts()
             timeout_s = 0 if ended else POLL_S
             rows, self._rows = self._rows, []
-            answer = self._ask(protocol.WATCH, timeout_s=timeout_s, rows=rows)
+            answer = self._ask(
+                protocol.WATCH, bound=bound, timeout_s=timeout_s, rows=rows
+            )
             posted = answer["events"]
+            # With too few replicas, nobody trains until others join.
+            rejoin = self._spec.timeouts.bound("rejoin")
+            bound = None if answer["has_enough"] else rejoin
             for fields in posted:
                 event = event_of(fields)
                 self._handle(fields, event)
@@ -664,8 +669,11 @@ class DaskBackend(Backend):
     @override
     def wait_for_workers(self, bound: Bound) -> bool:
         deadline = time.monotonic() + bound.seconds
-        while time.monotonic() < deadline:
-            there = self._answer("identity", n_workers=-1)["workers"].values()
+        while (left_s := deadline - time.monotonic()) > 0:
+            # The answer may come as late as a worker: nothing else waits for it.
+            left = bound._replace(seconds=left_s)
+            identity = self._answer("identity", bound=left, n_workers=-1)
+            there = identity["workers"].values()
             if any(worker["status"] == "running" for worker in there):
                 return True
             time.sleep(POLL_S)
@@ -728,15 +736,22 @@ class DaskBackend(Backend):
             raise ChannelError(f"the scheduler answered {answer!r} to {operation}")
         return answer
 
-    def _answer(self, operation: str, **fields: Any) -> Any:
+    def _answer(
+        self, operation: str, *, bound: Bound | None = None, **fields: Any
+    ) -> Any:
         """Send a request to the scheduler; detect a lost connection promptly.
+
+        Args:
+            operation: Name of the operation.
+            bound: Longest wait for the answer; None: that of a request.
+            **fields: Fields of the message.
 
         Raises:
             ChannelError: If the connection is lost: Dask then releases all keys of the
                 client, even if the client reconnects.
             WaitTimeoutError: If the connection is open and no response arrives.
         """
-        bound = self._spec.timeouts.bound("request")
+        longest = bound or self._spec.timeouts.bound("request")
 
         def check() -> None:
             if not self._connected:
@@ -745,7 +760,7 @@ class DaskBackend(Backend):
         async def ask() -> Any:
             check()
             asking = getattr(self._client.scheduler, operation)(**fields)
-            return await _awaited(asking, time.monotonic() + bound.seconds, check)
+            return await _awaited(asking, time.monotonic() + longest.seconds, check)
 
         try:
             answer = self._client.sync(ask)
@@ -754,8 +769,8 @@ class DaskBackend(Backend):
             last = f"it last answered {time.monotonic() - self._answered_at:.1f} s ago"
             if isinstance(error, TimeoutError):
                 raise WaitTimeoutError(
-                    f"the scheduler at {self._address} did not answer within {bound}; "
-                    f"{last}; perhaps it hangs, or the network is down"
+                    f"the scheduler at {self._address} did not answer within "
+                    f"{longest}; {last}; perhaps it hangs, or the network is down"
                 ) from error
             raise ChannelError(
                 f"the scheduler at {self._address} was lost: {error}; {last}"

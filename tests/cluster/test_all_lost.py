@@ -1,6 +1,7 @@
 """Fits that lose replicas, one or all of them: retired, killed, or cut off."""
 
 import asyncio
+import inspect
 import itertools
 import logging
 import os
@@ -24,7 +25,7 @@ from daskdl import (
     ParameterAveraging,
     RunError,
 )
-from daskdl.channel.protocol import AGREED, NAME
+from daskdl.channel.protocol import AGREED, NAME, WATCH
 from daskdl.channel.transport import SchedulerOverDask
 from daskdl.training.state import decoded
 from tests.support.clusters import EnoughError, ProcessCluster, cluster_of
@@ -262,6 +263,59 @@ def replicas_shown(run, dask_scheduler):
     """The replicas in the section of a run on the dashboard."""
     record = dask_scheduler.extensions[NAME].dashboard.runs[int(run, 16)]
     return set(record.listed)
+
+
+LATE_S = 6.0
+
+
+def answer_late(cluster, operation):
+    """Let the scheduler be late once too few replicas are left and the client knows.
+
+    Returns:
+        An event that is set when it answers again; then there are other workers.
+    """
+    scheduler, again = cluster.scheduler, asyncio.Event()
+    handler = scheduler.handlers[operation]
+
+    def go_on():
+        if not again.is_set():
+            cluster.scale(4)
+        again.set()
+
+    async def late(**fields):
+        runs = [live.state for live in scheduler.extensions[NAME].runs.values()]
+        known = operation != WATCH or not any(run.events for run in runs)
+        if known and not any(run.has_enough for run in runs):
+            asyncio.get_running_loop().call_later(LATE_S, go_on)
+            await again.wait()
+        answer = handler(**fields)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    scheduler.handlers[operation] = late
+    return again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("operation", "least"), [("identity", 1), (WATCH, 2)], ids=["none", "few"]
+)
+def test_a_fit_that_waits_for_workers_bears_a_late_scheduler(two, operation, least):
+    again = []
+
+    def act(rows):
+        if rows[-1]["epoch"] == ACTS_AFTER and not again:
+            again.append(answer_late(two.cluster, operation))
+            retire(two, *sorted(two.nthreads())[least - 1 :])
+        if again and again[0].is_set() and rows[-1]["replicas"] == 2:
+            raise EnoughError
+
+    waiting = trainer(two, master=kept(min_replicas=least), callbacks=[Act(act)])
+
+    with (
+        dask.config.set({"daskdl.timeouts.request": "2s"}),
+        pytest.raises(EnoughError),
+    ):
+        waiting.fit(X, Y, epochs=MANY, batch_size=16)
 
 
 class SeenRates(Callback):

@@ -1,5 +1,6 @@
 """What is said when a wait ends with its time: for what, on whom, what was heard."""
 
+import asyncio
 import re
 
 import pytest
@@ -12,11 +13,13 @@ from tests.support.channels import (
     EITHER,
     RUN,
     a_run,
+    begin,
     bounds,
     frame_of,
     held_up,
     in_thread,
     publish,
+    wait_until,
 )
 
 # What a replica heard of the scheduler and of the other one.
@@ -48,6 +51,58 @@ async def test_a_request_without_an_answer_is_an_error_that_names_it(
             str(caught.value),
         )
         released.set()
+
+
+def unanswered(handlers, replica, monkeypatch):
+    """Let heartbeats of one replica wait for an event, which is returned."""
+    released, handler = asyncio.Event(), handlers["daskdl_publish"]
+
+    async def waiting(**fields):
+        if fields["replica"] == replica:
+            await released.wait()
+        return await handler(**fields)
+
+    monkeypatch.setitem(handlers, "daskdl_publish", waiting)
+    return released
+
+
+@simulated(2)
+async def test_a_wait_ends_with_the_error_of_an_unanswered_heartbeat(
+    c, s, a, b, monkeypatch
+):
+    async with a_run(c, s, a, b, timeouts=bounds(request=0.5)) as run:
+        released = unanswered(s.handlers, 0, monkeypatch)
+
+        with pytest.raises(WaitTimeoutError) as caught:
+            await in_thread(run.channels[0].barrier, "end", None)
+
+        assert re.match(
+            r"the scheduler did not answer within 0\.5 s "
+            r"\(daskdl\.timeouts\.request\), 2 times, to 0 messages",
+            str(caught.value),
+        )
+        released.set()
+
+
+@simulated(2)
+async def test_a_replica_that_waits_for_rows_bears_a_late_scheduler(
+    c, s, a, b, monkeypatch
+):
+    timeouts = bounds(request=0.5, silence=60.0, rejoin=30.0)
+    parts = {"train": ("p",)}
+    async with a_run(c, s, a, b, timeouts=timeouts, pieces=parts) as run:
+        leased = await in_thread(run.channels[0].lease, "train", 0, [])
+        waiting = begin(run.channels[1].lease, "train", 0, [], wait=True)
+        await run.until(lambda: run.link(1).inbox.waiting is not None)
+        released = unanswered(s.handlers, 1, monkeypatch)
+        s.process.loop.call_later(5.0, released.set)
+
+        await wait_until(released.is_set)
+
+        assert not waiting.done()
+        done = {"lease": leased.number, "examples": 1, "loss": 0.5}
+        await in_thread(run.channels[0].lease, "train", 0, [done])
+        assert await waiting is None
 
 
 @simulated(2)

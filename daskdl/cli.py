@@ -27,7 +27,7 @@ from typing_extensions import override
 
 import daskdl
 from daskdl.config import VERSION
-from daskdl.errors import DaskDLError, OptionError
+from daskdl.errors import DaskDLError, OptionError, keep_internal_frames
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -317,6 +317,7 @@ def _slurm_cluster(jobs: int) -> Any:
 @click.version_option(VERSION, prog_name="daskdl")
 def cli(traceback: bool) -> None:
     """Asynchronous SGD for PyTorch models on a Dask cluster."""
+    keep_internal_frames(traceback)
 
 
 @cli.command(cls=Command)

@@ -17,7 +17,6 @@ DaskDLError
 """
 
 import functools
-import logging
 import os
 import types
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+_keeps_frames = False
 
 # Frames between the user's call and the user's model: of no use to the user.
 _INTERNAL = (
@@ -160,16 +159,31 @@ def hide_internal_frames_(error: BaseException) -> None:
         current = current.__cause__ or (None if hidden else current.__context__)
 
 
+def keep_internal_frames(keep: bool = True) -> None:
+    """Show or hide the frames of daskdl in tracebacks of this process.
+
+    Args:
+        keep: Whether tracebacks are complete, to find a fault of daskdl. By default,
+            errors of options, data and models show only your frames.
+
+    Example:
+        >>> keep_internal_frames()
+        >>> keep_internal_frames(False)
+    """
+    global _keeps_frames
+    _keeps_frames = keep
+
+
 def short_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
-    """Hide the internal frames of the errors of a public function; log them all."""
+    """Hide the internal frames of the errors of a public function."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            logger.debug("%s() failed", function.__qualname__, exc_info=True)
-            hide_internal_frames_(error)
+            if not _keeps_frames:
+                hide_internal_frames_(error)
             raise
 
     return call

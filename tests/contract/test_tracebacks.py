@@ -73,13 +73,15 @@ def test_only_frames_of_the_user_are_left(name):
         assert str(package) not in str(caught.value)
 
 
-def test_the_full_traceback_is_logged(caplog):
-    caplog.set_level("DEBUG", "daskdl.errors")
+def test_tracebacks_are_complete_on_request():
+    daskdl.errors.keep_internal_frames()
+    try:
+        with pytest.raises(daskdl.ModelError) as caught:
+            trainer().fit(X, Y)
+    finally:
+        daskdl.errors.keep_internal_frames(False)
 
-    with pytest.raises(daskdl.ModelError):
-        trainer().fit(X, Y)
-
-    assert "in dry_run" in caplog.text
+    assert "dry_run" in [name for _, name in functions(caught.value.__traceback__)]
 
 
 @pytest.mark.parametrize("internal", [True, False])

@@ -103,6 +103,13 @@ def test_a_dask_array_is_trained_on_block_by_block():
     assert number(accuracy) >= 0.95
 
 
+def test_a_forecast_is_learned_from_maps_in_a_zarr_file():
+    *epochs, forecasts, today = run(EXAMPLES / "xarray_forecast.py")
+
+    assert len(epochs) == 6
+    assert number(forecasts) < number(today) / 4
+
+
 def test_a_folder_of_images_is_packed_and_learned():
     packed, *epochs, summary, accuracy, five = run(EXAMPLES / "image_folder.py")
 

@@ -12,7 +12,6 @@ import tempfile
 
 import numpy as np
 import pandas as pd
-import torch
 import xarray as xr
 from dask.distributed import Client
 from torch import nn

@@ -420,7 +420,7 @@ def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) ->
         >>> frame = encode(Stamp(7, 1, 12, 40), 10, 0.5, np.array([3], np.int32))
         >>> decode(frame, run=8)
         Traceback (most recent call last):
-        daskdl.errors.CodecError: frame of run 7, this is run 8
+        daskdl.errors.CodecError: frame of run 00000007, this is run 00000008
     """
     view, header = _open(frame)
     checksum = _checksum(view)

@@ -395,8 +395,9 @@ class EvaluationPlan:
             if name not in NOT_AGREED:
                 logged = name.removeprefix("val_")
                 remedy = f"to log it, a step returns loss, {{{logged!r}: ...}}"
-                if close := difflib.get_close_matches(name, columns, 1):
-                    remedy = f"did you mean {close[0]!r}? Or {remedy}"
+                full_names = {column.removeprefix("val_"): column for column in columns}
+                for close in difflib.get_close_matches(logged, full_names, 1, 0.5):
+                    remedy = f"did you mean {full_names[close]!r}? Or {remedy}"
             raise OptionError(
                 f"{option} must be one of {', '.join(map(repr, columns))} or another "
                 f"column of the history, got {name!r}; {remedy}"

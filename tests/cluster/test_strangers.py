@@ -194,6 +194,7 @@ class Attack:
             "origin": 0,
             "messages": [["update", 0, 1, 0, 4, b"junk", 0]],
             "progress": [0, 0, -1],
+            "steps": 0,
             "acknowledgement": {
                 "generation": 0,
                 "adopted_at": 0,

@@ -14,6 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple, TextIO
 
 from dask.utils import parse_timedelta
+from tqdm import tqdm
 from typing_extensions import override
 
 from daskdl.config import check_choice, check_flag, check_whole, is_number
@@ -552,8 +553,9 @@ class PrintProgress(Callback):
 
     def _write(self, line: str) -> None:
         stream = sys.stdout if self._stream is None else self._stream
-        stream.write(line + "\n")
-        stream.flush()
+        with tqdm.external_write_mode(file=stream):  # not in the line of a bar
+            stream.write(line + "\n")
+            stream.flush()
 
 
 class TensorBoard(Callback):

@@ -58,7 +58,7 @@ from daskdl.training.fit_spec import (
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepping
 from daskdl.training.trainer_state import TrainerState
-from daskdl.util import client_or_process
+from daskdl.util import check_client, client_or_process
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -219,8 +219,8 @@ class Trainer:
             default of the class. For other options, pass a `functools.partial` of the
             class, or a function.
         master: Training master, which decides how replicas exchange updates.
-        client: A synchronous `distributed.Client`; None: the default client, else a
-            temporary `LocalCluster`; False: no cluster, see above.
+        client: A synchronous `distributed.Client`, not an address; None: the default
+            client, else a temporary `LocalCluster`; False: no cluster, see above.
         device: Device of the replicas: a torch device; or ``"auto"``: the worker's CUDA
             devices, divided evenly among its replicas, or the CPU without CUDA.
         seed: Seed of model initialization (if `model` is a function), shuffling and
@@ -338,6 +338,7 @@ class Trainer:
         return report.table(rows)
 
     def __post_init__(self) -> None:
+        check_client(self.client)
         compiled = Compiled.of(self.model)
         if compiled is not None and self.loss is None and self.step is None:
             self.loss = compiled.loss
@@ -469,7 +470,10 @@ class Trainer:
         if model is None:
             model = starting_model(self.model, self.seed)
         run = FitRun(spec, model, state, plan)
-        with client_or_process(self.client) as client, run.prepare(sources, client):
+        with (
+            client_or_process(self.client, announces=run.shows_progress) as client,
+            run.prepare(sources, client),
+        ):
             self.history_, self.classes_ = run.history, run.classes
             try:
                 run.train()

@@ -10,6 +10,7 @@ import ast
 import asyncio
 import contextlib
 import importlib
+import importlib.util
 import logging
 import platform
 import sys
@@ -98,22 +99,26 @@ Versions = Mapping[str, str]  # of "daskdl" and "torch", and the "error"; "": no
 
 @contextlib.contextmanager
 def client_or_process(
-    client: Client | Literal[False] | None,
+    client: Client | Literal[False] | None, *, announces: bool = False
 ) -> Iterator[Client | Literal[False]]:
-    """Yield a synchronous client, or False; close a cluster started here on exit."""
+    """Yield a synchronous client, or False; close a cluster started here on exit.
+
+    Args:
+        client: As passed by the user; None: the default client, or a new cluster.
+        announces: Whether to print the address of a new cluster's dashboard.
+    """
+    check_client(client)
     usable = running_client() if client is None else client
     if usable is None:
         check_main_guard("client=False trains and predicts in this process instead")
         with local_client() as started:
             logger.info("started %s, as no client was passed", started.cluster)
+            page = dashboard_page(started)
+            if announces and page:
+                sys.stderr.write(f"dashboard: {page}\n")
             yield started
         return
     if usable is not False:
-        if not isinstance(usable, Client):
-            raise OptionError(
-                f"client must be a distributed.Client, None or False, got {usable!r}"
-                f"{_client_instead_of(usable)}"
-            )
         if usable.status in ("closed", "closing"):
             raise OptionError(
                 f"client must be running, got one with status {usable.status!r}; "
@@ -146,10 +151,21 @@ def _slot_freed() -> Iterator[None]:
         rejoin()
 
 
-def _client_instead_of(argument: Any) -> str:
-    if isinstance(argument, str):
-        return f"; write Client({argument!r})"
-    return "; write Client(cluster)" if isinstance(argument, Cluster) else ""
+def check_client(client: Any) -> None:
+    """Refuse what is neither a client nor None nor False, such as an address.
+
+    daskdl opens no connection by itself: it could not tell when to close it.
+    """
+    if client is None or client is False or isinstance(client, Client):
+        return
+    remedy = ""
+    if isinstance(client, str):
+        remedy = f"; write Client({client!r})"
+    elif isinstance(client, Cluster):
+        remedy = "; write Client(cluster)"
+    raise OptionError(
+        f"client must be a distributed.Client, None or False, got {client!r}{remedy}"
+    )
 
 
 def check_main_guard(alternative: str) -> None:
@@ -203,15 +219,24 @@ def check_main_guard(alternative: str) -> None:
 @contextlib.contextmanager
 def local_client(workers: int | None = None) -> Iterator[Client]:
     """Start worker processes on this machine; None: as many as Dask chooses."""
+    preload = dask.config.get("distributed.scheduler.preload")
     with (
         LocalCluster(
             n_workers=workers,
             dashboard_address=":0",
+            scheduler_kwargs={"preload": [*preload, "daskdl.channel.scheduler"]},
             preload=[*dask.config.get("distributed.worker.preload"), LEAVE_CTRL_C],
         ) as cluster,
         Client(cluster, set_as_default=False, direct_to_workers=True) as client,
     ):
         yield client
+
+
+def dashboard_page(client: Client) -> str:
+    """Return the address of daskdl's page on a cluster's dashboard; empty: none."""
+    if importlib.util.find_spec("bokeh") is None:
+        return ""
+    return str(client.dashboard_link).removesuffix("/status") + "/daskdl"
 
 
 def check_outlives(client: Any) -> None:

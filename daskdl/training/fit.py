@@ -12,7 +12,6 @@ import functools
 import logging
 import math
 import secrets
-import sys
 import time
 import traceback
 import warnings
@@ -94,6 +93,7 @@ from daskdl.training.backend import (
 )
 from daskdl.training.base import Parameters, checksum_of, trained_in
 from daskdl.training.checkpointing import ResumePlan, checkpoints_of
+from daskdl.training.console import is_watched, messages_above_bars
 from daskdl.training.dask_backend import assign_workers, dask_backend
 from daskdl.training.epoch_control import (
     EvaluationPlan,
@@ -188,6 +188,11 @@ class FitRun:
         self._failure: Exception | None = None
         self._class_count: int | None = None
         self._gone: set[int] = set()  # replicas that were lost or have retired
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether there is a progress bar."""
+        return is_watched() if self._spec.progress is None else self._spec.progress
 
     # ---- before
 
@@ -396,7 +401,11 @@ class FitRun:
         callbacks = self._spec.callbacks
         following: tuple[ReplicaSpec, Backend] | None = self._run_spec, self._backend
         with ProgressReporter(
-            self._run_spec, self.history, callbacks, self._rows
+            self._run_spec,
+            self.history,
+            callbacks,
+            self._rows,
+            shows_bar=self.shows_progress,
         ) as shown:
             while following is not None:
                 self._run_spec, self._backend = following
@@ -766,13 +775,6 @@ def _built_in(event: ReplicaFailed) -> Exception | None:
         return None
 
 
-def _is_watched() -> bool:
-    """Whether a progress bar is visible: at a terminal, or in a notebook."""
-    shell = sys.modules.get("IPython")
-    in_notebook = shell is not None and hasattr(shell.get_ipython(), "kernel")
-    return in_notebook or sys.stderr.isatty()
-
-
 class ProgressReporter:
     """Turns events into rows of a history, and shows a progress bar."""
 
@@ -782,18 +784,20 @@ class ProgressReporter:
         history: History,
         callbacks: Sequence[Callback],
         examples: int | None,
+        *,
+        shows_bar: bool,
     ) -> None:
         self._history = history
         self._callbacks = callbacks
         self._evaluation = spec.evaluation
         self._rows = RowLog(spec.size, spec.evaluation.columns, left_out=spec.left_out)
-        shown = _is_watched() if spec.progress is None else spec.progress
         self._bar = tqdm(
             total=None if examples is None else examples * spec.epochs,
             initial=sum(history.column("examples")),
             unit="ex",
-            disable=not shown,
+            disable=not shows_bar,
         )
+        self._ending = contextlib.ExitStack()
         self.begin(spec)
 
     def begin(self, spec: ReplicaSpec) -> None:
@@ -808,6 +812,8 @@ class ProgressReporter:
         self._bar.n = sum(self._history.column("examples"))
 
     def __enter__(self) -> Self:
+        if not self._bar.disable:
+            self._ending.enter_context(messages_above_bars())
         return self
 
     def __exit__(
@@ -817,6 +823,7 @@ class ProgressReporter:
         trace: TracebackType | None,
     ) -> None:
         self._bar.close()
+        self._ending.close()
         rule, decision = self._evaluation.stopping, self._decision
         if rule is not None or decision.reason is not None:
             best = decision.best.best_epoch

@@ -125,7 +125,7 @@ class TestWhereItRuns:
 
     @pytest.mark.slow
     @pytest.mark.timeout(260)
-    def test_a_cluster_started_by_a_fit_is_closed(self):
+    def test_a_cluster_started_by_a_fit_is_announced_and_closed(self):
         done = subprocess.run(
             [sys.executable, "-c", OWN_CLUSTER],
             capture_output=True,
@@ -137,6 +137,7 @@ class TestWhereItRuns:
 
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["2", "[]", "480"]
+        assert done.stderr == ""
 
 
 def averaged():
@@ -147,7 +148,7 @@ def averaged():
 
 
 OWN_CLUSTER = """
-import distributed, psutil
+import contextlib, distributed, io, psutil, re, sys, urllib.request
 from tests.support.problems import mlp, rows, sgd
 from torch import nn
 import daskdl  # noqa: F401
@@ -159,8 +160,16 @@ if __name__ == "__main__":
         return own(**{**options, "n_workers": 2, "threads_per_worker": 1})
     daskdl.util.LocalCluster = two
     X, Y = rows()
-    trainer = daskdl.Trainer(mlp, nn.CrossEntropyLoss(), sgd)
-    history = trainer.fit(X, Y)
+    class FindPage(daskdl.Callback):
+        def on_epoch_end(self, row):
+            page = re.search("dashboard: (http://.*/daskdl)\\n", sys.stderr.getvalue())
+            with urllib.request.urlopen(page[1], timeout=60) as answer:
+                assert answer.status == 200
+    trainer = daskdl.Trainer(
+        mlp, nn.CrossEntropyLoss(), sgd, progress=True, callbacks=[FindPage()]
+    )
+    with contextlib.redirect_stderr(io.StringIO()):
+        history = trainer.fit(X, Y)
     left = [
         child.pid
         for child in psutil.Process().children(recursive=True)

@@ -41,7 +41,7 @@ OUTSIDE = {
     "util": {"dask", "distributed", "numpy", "torch"},
     "process_settings": {"torch"},
     "observe": {"matplotlib", "numpy", "pandas", "typing_extensions"},
-    "callbacks": {"dask", "torch", "typing_extensions"},
+    "callbacks": {"dask", "torch", "tqdm", "typing_extensions"},
     "compression": {"llvmlite", "numba", "numpy", "torch", "typing_extensions"},
     "channel": {
         "bokeh",

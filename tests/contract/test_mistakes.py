@@ -99,15 +99,15 @@ MISTAKES = {
         "without argmax",
     ),
     "an address for a client": (
-        lambda: fit(options={"client": "tcp://10.0.0.1:8786"}),
+        lambda: trainer(client="tcp://10.0.0.1:8786"),
         "Client('tcp://10.0.0.1:8786')",
     ),
     "a cluster for a client": (
-        lambda: fit(options={"client": NoCluster()}),
+        lambda: trainer(client=NoCluster()),
         "Client(cluster)",
     ),
     "a client's class": (
-        lambda: fit(options={"client": Client}),
+        lambda: trainer(client=Client),
         "a distributed.Client",
     ),
     "a short name of a metric to monitor": (

@@ -1,6 +1,7 @@
 """Hooks of callbacks in fits among threads."""
 
 import functools
+import logging
 import sys
 import threading
 import types
@@ -285,6 +286,51 @@ def test_a_bar_counts_the_examples(capsys, shown):
     assert (f"{2 * len(X)}/{2 * len(X)}" in text) is shown
     assert ("epoch=1, loss=" in text) is shown
     assert (", replicas=2" in text) is shown
+
+
+def lines_on_a_terminal(text):
+    """What a terminal shows of a text: a carriage return goes back in the line."""
+    lines = []
+    for line in text.split("\n"):
+        cells, column = [], 0
+        for character in line:
+            if character == "\r":
+                column = 0
+            else:
+                cells[column : column + 1] = [character]
+                column += 1
+        lines.append("".join(cells).rstrip())
+    return lines
+
+
+class LogEpochs(Callback):
+    """On the client: logs in each epoch, with a handler of its own and without."""
+
+    def __init__(self, logger):
+        self._logger = logger
+
+    def on_epoch_end(self, row):
+        self._logger.warning("logged in epoch %s", row["epoch"])
+        bare = {"msg": f"bare in epoch {row['epoch']}", "levelno": logging.WARNING}
+        logging.lastResort.handle(logging.makeLogRecord(bare))
+
+
+def test_messages_do_not_share_the_line_of_the_bar(capsys):
+    logger, handler = logging.getLogger("others"), logging.StreamHandler(sys.stderr)
+    logger.addHandler(handler)
+    last = logging.lastResort
+    callbacks = [LogEpochs(logger), PrintProgress(sys.stderr)]
+    try:
+        trainer(False, progress=True, callbacks=callbacks).fit(X, Y, epochs=2)
+    finally:
+        logger.removeHandler(handler)
+
+    lines = lines_on_a_terminal(capsys.readouterr().err)
+    for epoch in range(2):
+        assert {f"logged in epoch {epoch}", f"bare in epoch {epoch}"} <= {*lines}
+        assert any(line.startswith(f"epoch {epoch + 1}/2: loss") for line in lines)
+    assert sum("epoch=1, loss=" in line for line in lines) == 1  # the bar itself
+    assert (handler.stream, logging.lastResort) == (sys.stderr, last)
 
 
 def test_a_bar_is_shown_in_a_notebook(capsys, monkeypatch):

@@ -18,6 +18,7 @@ import re
 import signal
 import statistics
 import sys
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -146,13 +147,30 @@ _data = _options(
         help="Rows per batch of each replica.",
     ),
 )
+
+
+CLUSTERS = "scheduler", "slurm", "local"  # names of options
+
+
+def _only_one(context: click.Context, parameter: click.Parameter, value: T) -> T:
+    """Refuse a second option that chooses a cluster, before anything is read."""
+    former = [n for n in CLUSTERS if n != parameter.name and context.params.get(n)]
+    if value is not None and former:
+        raise FailedError("use only one of --scheduler, --slurm and --local")
+    return value
+
+
 _cluster = _options(
     click.option(
-        "--scheduler", metavar="ADDRESS", help="Use the cluster of this scheduler."
+        "--scheduler",
+        metavar="ADDRESS",
+        callback=_only_one,
+        help="Use the cluster of this scheduler.",
     ),
     click.option(
         "--slurm",
         type=click.IntRange(min=1),
+        callback=_only_one,
         metavar="N",
         help="Submit N SLURM jobs, and replace jobs that end. Needs dask-jobqueue, "
         "whose configuration sets the cores and the memory of a job.",
@@ -160,6 +178,7 @@ _cluster = _options(
     click.option(
         "--local",
         type=click.IntRange(min=1),
+        callback=_only_one,
         metavar="N",
         help="Start N worker processes on this machine. Default without these three "
         "options: the trainer's client, or processes for all cores.",
@@ -267,17 +286,19 @@ def _client(
     scheduler: str | None, slurm: int | None, local: int | None
 ) -> "Iterator[Client | None]":
     """Connect to a cluster, or start one; yield None without any of the options."""
-    if sum(option is not None for option in (scheduler, slurm, local)) > 1:
-        raise FailedError("use only one of --scheduler, --slurm and --local")
     from distributed import Client
 
-    from daskdl.util import local_client
+    from daskdl.util import dashboard_page, local_client
 
     if local is not None:
         with local_client(local) as client:
+            if page := dashboard_page(client):
+                click.echo(f"dashboard: {page}", err=True)
             yield client
     elif slurm is not None:
         with _slurm_cluster(slurm) as cluster, Client(cluster) as client:
+            if page := dashboard_page(client):
+                click.echo(f"dashboard: {page}", err=True)
             click.echo(f"Waiting for the first of {slurm} jobs.", err=True)
             client.wait_for_workers(1)
             yield client
@@ -776,26 +797,35 @@ def doctor(scheduler: str) -> None:
 def _runs(client: "Client") -> list[dict[str, Any]]:
     """Ask the plugin on the scheduler for a description of each run."""
     from daskdl.channel.protocol import DESCRIBE
+    from daskdl.channel.transport import awaited
     from daskdl.config import Timeouts
 
     bound = Timeouts.from_config().bound("request")
+    where = f"the scheduler at {client.scheduler.address}"
+
+    async def describe() -> Any:
+        # A lambda is pickled by value: the scheduler may lack daskdl.
+        has_plugin = await client.run_on_scheduler(
+            lambda dask_scheduler: DESCRIBE in dask_scheduler.handlers
+        )
+        return (
+            (await getattr(client.scheduler, DESCRIBE)())["runs"] if has_plugin else ()
+        )
+
+    def check() -> None:
+        if client.status != "running":  # else Dask would try to connect again
+            raise ConnectionError("the connection is closed")
 
     async def ask() -> Any:
-        async with asyncio.timeout(bound.seconds):
-            # A lambda is pickled by value: the scheduler may lack daskdl.
-            has_plugin = await client.run_on_scheduler(
-                lambda dask_scheduler: DESCRIBE in dask_scheduler.handlers
-            )
-            if not has_plugin:
-                return []
-            return (await getattr(client.scheduler, DESCRIBE)())["runs"]
+        return await awaited(describe(), time.monotonic() + bound.seconds, check)
 
     try:
         runs: list[dict[str, Any]] = client.sync(ask)
-    except TimeoutError as error:
-        raise daskdl.WaitTimeoutError(
-            f"the scheduler at {client.scheduler.address} did not answer within {bound}"
-        ) from error
+    except OSError as error:  # a TimeoutError is an OSError
+        if isinstance(error, TimeoutError):
+            late = f"{where} did not answer within {bound}"
+            raise daskdl.WaitTimeoutError(late) from error
+        raise daskdl.ChannelError(f"{where} was lost: {error}") from error
     return runs
 
 
@@ -830,9 +860,10 @@ def _activity(replica: Described, awaited: set[int], run: Described, count: int)
             f"{step}, its worker does not answer; last heartbeat "
             f"{replica['silent_s']:.1f} s ago, lost after {run['silence_s']:g} s"
         )
-    cause, waited_s, stack = replica["doing"]
+    cause, waited_s, stack, module = replica["doing"]
     if not cause:
-        return f"{step}, computes in {_place(stack)}"
+        doing = f"imports {module}" if module else f"computes in {_place(stack)}"
+        return f"{step}, {doing}"
     whom = f": {_listed(sorted(awaited))}" if awaited else ""
     if cause == "lease" and count < run["min_replicas"]:
         whom = f": there are fewer than min_replicas={run['min_replicas']}"

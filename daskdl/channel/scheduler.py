@@ -250,8 +250,9 @@ class LiveRun:
 
         Returns:
             The fields of `RunState.describe` and the client. Each replica also has
-            ``"doing"``, the cause and seconds of its wait and its stack, see
-            `ChannelWorkerPlugin.handle_describe`; None if its worker does not answer.
+            ``"doing"``, the cause and seconds of its wait, its stack and the module
+            that it imports, see `ChannelWorkerPlugin.handle_describe`; None if its
+            worker does not answer.
         """
         description = self.state.describe(self.now())
         replicas = description["replicas"]

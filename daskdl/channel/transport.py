@@ -56,6 +56,36 @@ async def run_reporting(
         failed(error)
 
 
+CHECK_S = 0.5  # interval of the checks in `awaited`
+
+
+async def awaited(
+    awaitable: Awaitable[T], deadline: float, check: Callable[[], None]
+) -> T:
+    """Await a result with a deadline; call `check`, which may raise, periodically.
+
+    Args:
+        awaitable: Cancelled when the wait ends.
+        deadline: Of `time.monotonic`, seconds.
+        check: Ends the wait by an exception.
+
+    Raises:
+        TimeoutError: If there is no result before the deadline.
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        while not task.done():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            await asyncio.wait([task], timeout=min(left_s, CHECK_S))
+            if not task.done():
+                check()
+        return task.result()
+    finally:
+        task.cancel()
+
+
 # ---- the seams
 
 

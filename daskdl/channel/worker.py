@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import logging
+import sys
 from collections.abc import (
     Callable,
     Collection,
@@ -19,10 +20,12 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
+from distributed.profile import call_stack
 from typing_extensions import override
 
 from daskdl.channel.inbox import (
@@ -422,6 +425,29 @@ class ReplicaEndpoint:
         self.connection.loop.call_soon_threadsafe(self._left.set)
 
 
+def _frames_by_key(worker: Worker) -> dict[Any, FrameType]:
+    """Return the innermost frame of each running task."""
+    with worker.active_threads_lock:
+        frames = sys._current_frames()
+        return {
+            key: frames[thread]
+            for thread, key in worker.active_threads.items()
+            if thread in frames
+        }
+
+
+def _imported_module(frame: FrameType | None) -> str:
+    """Return the name of the module that is being imported, empty if none is."""
+    while frame is not None:
+        code = frame.f_code
+        if (code.co_name, code.co_filename) == IMPORT:
+            return str(frame.f_locals["name"])
+        frame = frame.f_back
+    return ""
+
+
+IMPORT = "_find_and_load", "<frozen importlib._bootstrap>"  # has the module's name
+
 WAIT_S = 1.0  # longest wait for a blob or state; the requester then retries
 LEAVE_S = 2.0  # batch systems kill a worker soon after its close request
 
@@ -572,15 +598,18 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
 
         Returns:
             ``replicas``: for each replica its number, the cause of its wait, "" if it
-            computes, the seconds waited, and the frames of its stack, outermost first.
+            computes, the seconds waited, the frames of its stack, outermost first, and
+            the module that it imports, "" if none.
         """
         now, replicas = self._transport.clock.now(), []
-        stacks = {} if self._worker is None else self._worker.get_call_stack()
+        frames = {} if self._worker is None else _frames_by_key(self._worker)
         for (of_run, replica), endpoint in list(self.endpoints.items()):
             if of_run == run:
                 cause, began_at = endpoint.inbox.waiting or ("", now)
-                stack = stacks.get(task_key(run, replica), [])
-                replicas.append([replica, cause, now - began_at, stack])
+                frame = frames.get(task_key(run, replica))
+                stack = [] if frame is None else call_stack(frame)
+                module = _imported_module(frame)
+                replicas.append([replica, cause, now - began_at, stack, module])
         return {"replicas": replicas}
 
     def _count(self, fields: Fields) -> None:

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import (
     Awaitable,
-    Callable,
     Iterable,
     Iterator,
     Mapping,
@@ -32,6 +31,7 @@ from daskdl.channel.protocol import NAME, PART_BYTES, Answer, join, unwrap
 from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
+from daskdl.channel.transport import awaited
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Bound
 from daskdl.data.distribute import (
@@ -140,27 +140,6 @@ def train_replica(
         channel.leave(retires=channel.closing and not finished)
 
 
-CHECK_S = 0.5  # interval of the checks in `_awaited`
-
-
-async def _awaited(
-    awaitable: Awaitable[Any], deadline: float, check: Callable[[], None]
-) -> Any:
-    """Await a result with a deadline; call `check`, which may raise, periodically."""
-    task = asyncio.ensure_future(awaitable)
-    try:
-        while not task.done():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            await asyncio.wait([task], timeout=min(left_s, CHECK_S))
-            if not task.done():
-                check()
-        return task.result()
-    finally:
-        task.cancel()
-
-
 def merge_packed(results: Sequence[Packed[FitResult]]) -> Packed[FitResult]:
     """Merge the packed results of replicas, on a worker."""
     return Packed(merge([result.unpack() for result in results]), "result")
@@ -217,7 +196,7 @@ def _merge(
         # No retries: over a slow link each transfer takes long.
         gathered = client.gather(merged, asynchronous=True)
         try:
-            return await _awaited(gathered, deadline, check)
+            return await awaited(gathered, deadline, check)
         except (CancelledError, TimeoutError):
             return None  # its traceback would keep the results in a reference cycle
 
@@ -760,7 +739,7 @@ class DaskBackend(Backend):
         async def ask() -> Any:
             check()
             asking = getattr(self._client.scheduler, operation)(**fields)
-            return await _awaited(asking, time.monotonic() + longest.seconds, check)
+            return await awaited(asking, time.monotonic() + longest.seconds, check)
 
         try:
             answer = self._client.sync(ask)

@@ -1,6 +1,7 @@
 """The command line on clusters."""
 
 import contextlib
+import importlib
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import dask
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -17,7 +19,9 @@ from distributed.utils_test import poll_for
 from torch import nn
 
 import daskdl
+from daskdl.channel.protocol import DESCRIBE
 from daskdl.cli import cli
+from tests.support.clusters import ProcessCluster
 from tests.support.problems import mlp, rows, sgd, trainer
 
 X, Y = rows()
@@ -73,16 +77,24 @@ def test_a_cluster_without_workers_is_refused(no_workers):
 
 
 class Stuck(nn.Module):
-    """Hangs in its fifth step on one worker until an event is set."""
+    """Hangs in its fifth step on one worker until an event is set.
 
-    def __init__(self, worker):
+    With a folder, it hangs while it imports a module in it.
+    """
+
+    def __init__(self, worker, folder=None):
         super().__init__()
         self.layers, self.worker, self.steps = mlp(), worker, 0
+        self.folder = folder
 
     def forward(self, x):
         self.steps += self.training
         if self.steps == 5 and get_worker().address == self.worker:
-            Event("go on").wait()
+            if self.folder is None:
+                Event("go on").wait()
+            else:
+                sys.path.insert(0, self.folder)
+                importlib.import_module("slow_layers.attention")
         return self.layers(x)
 
 
@@ -131,17 +143,29 @@ def test_a_run_that_hangs_is_explained(client):
     )
 
 
+SLOW_IMPORT = "from distributed import Event\nEvent('go on').wait()\n"
+
+
 @pytest.mark.parametrize(
-    "master",
-    [daskdl.GradientSharing(), daskdl.ParameterAveraging()],
-    ids=["sharing", "averaging"],
+    ("master", "imports"),
+    [
+        pytest.param(daskdl.GradientSharing(), False, id="sharing"),
+        pytest.param(daskdl.ParameterAveraging(), False, id="averaging"),
+        pytest.param(daskdl.GradientSharing(), True, id="importing"),
+    ],
 )
-def test_the_steps_of_a_lone_replica_are_counted(lone_client, master):
+def test_the_step_of_a_lone_replica_and_the_module_that_it_imports_are_shown(
+    lone_client, master, imports, tmp_path
+):
     scheduler, (worker,) = lone_client.scheduler.address, addresses(lone_client)
-    lone = trainer(lone_client, model=Stuck(worker), master=master)
+    (tmp_path / "slow_layers").mkdir()
+    (tmp_path / "slow_layers" / "attention.py").write_text(SLOW_IMPORT)
+    model = Stuck(worker, str(tmp_path) if imports else None)
+    lone = trainer(lone_client, model=model, master=master)
     fit = threading.Thread(target=lone.fit, args=(X, Y))
     release = Event("go on", client=lone_client)
-    activity = f"  replica 0 on {worker}: step 4, computes in "
+    doing = "imports slow_layers.attention\n" if imports else "computes in File "
+    activity = f"  replica 0 on {worker}: step 4, {doing}"
     release.clear()
     fit.start()
     try:
@@ -153,6 +177,29 @@ def test_the_steps_of_a_lone_replica_are_counted(lone_client, master):
     finally:
         release.set()
         fit.join()
+
+
+def end_when_asked(dask_scheduler):
+    """Let the process of a scheduler end when somebody asks it about runs."""
+
+    async def end():
+        os._exit(1)
+
+    dask_scheduler.handlers[DESCRIBE] = end
+
+
+@pytest.mark.slow
+def test_the_doctor_leaves_when_its_scheduler_is_lost(tmp_path):
+    with ProcessCluster(tmp_path) as cluster:
+        cluster.client.run_on_scheduler(end_when_asked)
+        address = cluster.client.scheduler.address
+
+        with dask.config.set({"daskdl.timeouts.request": "1 hour"}):
+            done = call("doctor", "--scheduler", address)
+
+    assert done.exit_code == 1
+    lost = f"Error: the scheduler at {address} was lost: "
+    assert done.stderr.splitlines()[-1].startswith(lost)
 
 
 NETS = """
@@ -227,25 +274,81 @@ def test_workers_need_not_have_the_file_of_the_factory(client, folder):
     assert done.stdout.endswith("saved in model\n")
 
 
+def trained_until_a_checkpoint(process):
+    """Read the lines of epochs; the first checkpoint is complete with the third."""
+    lines = [process.stdout.readline() for _ in range(3)]
+    assert lines[-1].startswith("epoch 3/1000000: ")
+
+
+RUN = ("train", "own_nets:net", "--data", "rows.npz", "--local", 1)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
-def test_a_signal_ends_a_run_on_this_machine(folder, number):
-    with started(
-        *("train", "own_nets:net", "--data", "rows.npz", "--epochs", 10**6),
-        *("--local", 1, "--checkpoint", "runs"),
-    ) as process:
-        # The first checkpoint is complete before the second is written.
-        lines = [process.stdout.readline() for _ in range(3)]
-        assert lines[-1].startswith("epoch 3/1000000: ")
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name
+)
+def test_a_run_that_a_signal_has_ended_is_resumed(folder, number):
+    kept = ("--checkpoint", "runs", "--resume")
+    with started(*RUN, "--epochs", 10**6, *kept) as process:
+        trained_until_a_checkpoint(process)
         if number == signal.SIGINT:  # a terminal sends it to the workers, too
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
         _, errors = process.communicate(timeout=100)
 
-    assert process.returncode == 130
+    assert re.match(r"dashboard: http://\S+/daskdl\n", errors)
+    if number == signal.SIGKILL:
+        assert process.returncode == -number
+    else:
+        assert process.returncode == 130
+        assert re.search(  # Dask may log before, see docs/troubleshooting.md
+            r"\nThe last checkpoint is \S*runs/checkpoint-\d+; continue with the same "
+            r"command and --resume.\nInterrupted.\n$",
+            errors,
+        )
+    done = max(int(name.name.rpartition("-")[2]) for name in folder.glob("runs/*-*"))
+    with started(*RUN, "--epochs", 10**6, *kept) as process:
+        first = process.stdout.readline()
+
+    assert int(re.match(r"epoch (\d+)/", first)[1]) in (done, done + 1)
+
+
+@pytest.mark.slow
+def test_the_doctor_names_a_frozen_worker(client):
+    pids = client.run(os.getpid)
+    frozen, waiting = addresses(client)
+
+    class Freeze(daskdl.Callback):
+        def on_epoch_end(self, row):
+            if row["epoch"] == 0:
+                os.kill(pids[frozen], signal.SIGSTOP)
+
+    sharing = daskdl.GradientSharing(max_staleness=2, exchange_every=1)
+    halted = trainer(client, master=sharing, callbacks=[Freeze()])
+    fit = threading.Thread(target=halted.fit, args=(X, Y), kwargs={"epochs": 3})
+    shown = []
+
+    def look():
+        done = call("doctor", "--scheduler", client.scheduler.address)
+        assert (done.exit_code, done.stderr) == (0, "")
+        shown[:] = done.stdout.splitlines()
+        return "does not answer" in done.stdout and "catch up" in done.stdout
+
+    fit.start()
+    try:
+        poll_for(look, timeout=60, period=0.2)
+    finally:
+        os.kill(pids[frozen], signal.SIGCONT)
+        fit.join()
+
+    _, first, second, why = shown
+    silent, held = sorted([first, second], key=lambda line: frozen not in line)
+    number = re.match(r"  replica (\d)", silent)[1]
     assert re.fullmatch(
-        r"The last checkpoint is \S*runs/checkpoint-\d+; continue with the same "
-        r"command and --resume.\nInterrupted.\n",
-        errors,
+        rf"  replica {number} on {frozen}: step \d+, its worker does not answer; last "
+        r"heartbeat \d+\.\d s ago, lost after 60 s",
+        silent,
     )
+    assert held.startswith(f"  replica {1 - int(number)} on {waiting}: step ")
+    assert why == f"  the others wait for: replica {number}"

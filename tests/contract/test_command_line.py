@@ -241,7 +241,12 @@ def test_validation_data_are_read_like_data(nets, validation):
             "--checkpoint cannot be used: the factory's trainer has a Checkpoint",
         ),
         (
-            "nets:linear --data 0.npz --local 1 --slurm 1 --save there",
+            "nets:faulty --data missing --local 1 --slurm 1",
+            2,
+            "use only one of --scheduler, --slurm and --local",
+        ),
+        (
+            "nets:faulty --data missing --scheduler tcp://127.0.0.1:1 --local 1",
             2,
             "use only one of --scheduler, --slurm and --local",
         ),

@@ -184,11 +184,11 @@ class Network:
         ends = {source.address, target.address} & self.bandwidth.keys()
         if not ends:
             return 0.0
-        took_s = size_of(content) / min(self.bandwidth[end] for end in ends)
         now = self.world.now
-        done_at = max([now, *(self._free_at.get(end, now) for end in ends)]) + took_s
-        self._free_at.update(dict.fromkeys(ends, done_at))
-        return done_at - now
+        for end in ends:  # a slow link at one end does not occupy that at the other
+            free_at = max(now, self._free_at.get(end, now))
+            self._free_at[end] = free_at + size_of(content) / self.bandwidth[end]
+        return max(self._free_at[end] for end in ends) - now
 
     def _arrive(self, request):
         target = request.target

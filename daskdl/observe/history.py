@@ -197,6 +197,15 @@ MOST_LAYERS = 200  # rows in a report's table of layers
 MOST_SHOWN = 5  # first rows, and as many last rows, in a notebook
 
 
+BYTES = "_bytes"  # end of the names of columns with this unit
+
+
+def _with_unit(name: str, value: Any) -> Any:
+    """Return a value of a column for a table: bytes with a unit."""
+    is_bytes = name.endswith(BYTES) and not math.isnan(value)
+    return report.in_bytes(value) if is_bytes else value
+
+
 class History(Sequence[Row]):
     """The rows of a fit, one per epoch, oldest first; a sequence of mappings.
 
@@ -281,7 +290,7 @@ class History(Sequence[Row]):
         """Render rows as a table; empty without rows."""
         columns = [name for name in MAIN_COLUMNS if rows and name in self._rows[-1]]
         columns[2:2] = self._scores
-        cells = [[row.get(name, math.nan) for name in columns] for row in rows]
+        cells = [[_with_unit(n, row.get(n, math.nan)) for n in columns] for row in rows]
         return report.table(cells, columns)
 
     def plot(self, *columns: str) -> "Figure":
@@ -368,7 +377,8 @@ class History(Sequence[Row]):
         spans = ""
         if len(timeline):
             packed = np.frombuffer(timeline.packed(), SPANS)
-            spans = report.timeline(packed, timeline.began, left)
+            joined = {r: record["joined"] for r, record in run.replicas.items()}
+            spans = report.timeline(packed, timeline.began, left, joined)
         last = len(self) - 1
         shown = [*range(0, last, -(-len(self) // MOST_EPOCHS) or 1), last]
         epochs = [self._rows[i] for i in shown] if self._rows else []
@@ -414,7 +424,7 @@ class History(Sequence[Row]):
             if any(name in row for row in rows):
                 total = sum(row.get(name, 0) for row in rows)
                 if total or name in SUMMED[:3]:
-                    facts.append((name.replace("_", " "), total))
+                    facts.append((name.replace("_", " "), _with_unit(name, total)))
         seconds = sum(row.get("seconds", 0) for row in rows)
         if seconds:
             examples = sum(row["examples"] for row in rows)
@@ -431,8 +441,9 @@ class History(Sequence[Row]):
         ]
         charts = [report.chart("loss", "epoch", self._lines("loss"))]
         charts.append(report.chart("loss of single steps", "step", by_step))
-        charted = (*self._charted, *CHARTED)
-        charts += [report.chart(n, "epoch", self._lines(n)) for n in charted]
+        for name in (*self._charted, *CHARTED):
+            unit = "B" if name.endswith(BYTES) else ""
+            charts.append(report.chart(name, "epoch", self._lines(name), unit))
         return "".join(charts)
 
     def _layer_charts(self) -> str:

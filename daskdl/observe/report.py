@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from daskdl.observe.timeline import ACTIVITIES, Spans
 
 MOST_POINTS = 500  # of a line in a chart
@@ -19,32 +21,33 @@ MOST_NAMED = 8  # lines in a chart that has a legend
 WIDTH, HEIGHT = 420, 180  # of a chart, in units of its view box
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 8, 22  # margins
 
-# Okabe and Ito's palette; waits have warm colors.
+# Okabe and Ito's palette.
 _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+# Work has cool colors, waits have warm ones; no two look alike.
 _COLORS = {
     "compute": "#0072b2",
     "exchange": "#009e73",
     "data": "#56b4e9",
-    "callbacks": "#cc79a7",
-    "comparison": "#7a68c4",
-    "validation": "#a6761d",
-    "checkpoint": "#b3589a",
-    "setup": "#7f8c8d",
-    "other": "#a9b4b6",
-    "wait_staleness": "#d55e00",
-    "wait_room": "#e8590c",
-    "wait_lease": "#f0a35e",
-    "wait_gather": "#e69f00",
-    "wait_fetch": "#c0622f",
-    "wait_flush": "#ef8354",
-    "wait_updates": "#f3722c",
-    "wait_checkpoint": "#c9485b",
-    "wait_data": "#d7263d",
-    "wait_missing": "#8c2f39",
-    "wait_repair": "#b5179e",
-    "wait_join": "#d9c7a3",
-    "wait_snapshot": "#c9ada7",
-    "wait_activate": "#bfa58a",
+    "callbacks": "#5e3c99",
+    "comparison": "#a99bdb",
+    "validation": "#1b4b5a",
+    "checkpoint": "#00d0c0",
+    "setup": "#6b777b",
+    "other": "#b3c0c4",
+    "wait_staleness": "#d7191c",
+    "wait_room": "#7a1f1f",
+    "wait_lease": "#f6b26b",
+    "wait_gather": "#e8710a",
+    "wait_fetch": "#7a4a12",
+    "wait_flush": "#f2e205",
+    "wait_updates": "#ff9eb5",
+    "wait_checkpoint": "#b0307a",
+    "wait_data": "#ff6f7d",
+    "wait_missing": "#b5d100",
+    "wait_repair": "#ff3fd0",
+    "wait_join": "#e3d7b5",
+    "wait_snapshot": "#a8a032",
+    "wait_activate": "#b98d6a",
 }
 assert _COLORS.keys() == ACTIVITIES.keys(), "each activity needs a color"
 
@@ -124,22 +127,72 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
     return [float(f"{i * step:.12g}") for i in multiples]
 
 
-def chart(title: str, x_name: str, lines: Sequence[Line]) -> str:
+def _labels(marks: Sequence[float]) -> list[str]:
+    """Return numbers as text, with as many digits as it takes to tell them apart.
+
+    Example:
+        >>> _labels([1.0, 1.5, 2.0]), _labels([0.99995, 0.999951])
+        (['1', '1.5', '2'], ['0.99995', '0.999951'])
+    """
+    labels = [number(mark) for mark in marks]
+    for digits in range(5, 16):
+        if len(set(labels)) == len(labels):
+            break
+        labels = [f"{mark:.{digits}g}" for mark in marks]
+    return labels
+
+
+def _power(nbytes: float) -> int:
+    """Return the power of 1024 in which a number of bytes is easy to read."""
+    return min(int(math.log2(max(nbytes, 1)) / 10), len(UNITS) - 1)
+
+
+def in_bytes(nbytes: float) -> str:
+    """Return a number of bytes with its unit.
+
+    Example:
+        >>> in_bytes(50), in_bytes(1536), in_bytes(3 * 2**20)
+        ('50 B', '1.50 kiB', '3.00 MiB')
+    """
+    power = _power(nbytes)
+    return f"{nbytes / 1024**power:.{2 if power else 0}f} {UNITS[power]}"
+
+
+EQUAL = 1e-9  # largest relative difference of values that count as equal
+UNITS = ("B", "kiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def chart(title: str, x_name: str, lines: Sequence[Line], unit: str = "") -> str:
     """Draw a chart of lines; empty without finite points.
 
     A chart of 2 to `MOST_NAMED` lines has a legend. The y axis is logarithmic if all
-    values are positive and span a factor of more than 100.
+    values are positive and span a factor of more than 100. If all values are equal, the
+    axis begins at 0, and they are in its middle.
+
+    Args:
+        title: What y is.
+        x_name: What x is.
+        lines: The lines.
+        unit: ``"B"`` for bytes, which the chart shows in a suitable multiple.
     """
     drawn = [(line.name, line.points) for line in lines]
     points = [point for _, line_points in drawn for point in line_points]
     if not points:
         return ""
+    if unit:
+        power = _power(max(abs(y) for _, y in points))
+        title = f"{title}, {UNITS[power]}"
+        drawn = [(n, [(x, y / 1024**power) for x, y in xy]) for n, xy in drawn]
+        points = [point for _, line_points in drawn for point in line_points]
     low, high = min(y for _, y in points), max(y for _, y in points)
     logarithmic = low > 0 and high / low > 100
     scale = math.log10 if logarithmic else float
     bottom, top = scale(low), scale(high)
-    pad = 0.05 * (top - bottom) or 0.05 * abs(top) or 0.5
-    bottom, top = bottom - pad, top + pad
+    if high - low <= EQUAL * abs(high):
+        bottom, top = min(2 * low, 0.0), max(2 * high, 0.0) or float(not high)
+    else:
+        pad = 0.05 * (top - bottom)
+        bottom, top = bottom - pad, top + pad
     left, right = float(min(points)[0]), float(max(points)[0])
     if left == right:
         left, right = left - 0.5, right + 0.5
@@ -159,8 +212,8 @@ def chart(title: str, x_name: str, lines: Sequence[Line]) -> str:
         marks = _ticks(bottom, top, 5)
     parts = [
         f'<path class="grid" d="M{LEFT} {at_y(y):.1f}H{WIDTH - RIGHT}"/>'
-        f'<text x="{LEFT - 4}" y="{at_y(y) + 3:.1f}" class="y">{number(y)}</text>'
-        for y in marks
+        f'<text x="{LEFT - 4}" y="{at_y(y) + 3:.1f}" class="y">{label}</text>'
+        for y, label in zip(marks, _labels(marks), strict=True)
     ]
     whole_numbers = left.is_integer() and right.is_integer()
     parts += [
@@ -239,7 +292,22 @@ def bar(seconds: Mapping[str, float]) -> Html:
     return Html(f'<div class="bar">{parts}</div>')
 
 
-def timeline(spans: Spans, began: float, left: Mapping[int, tuple[float, str]]) -> str:
+TOGETHER_S = 0.5  # longest time between the copies of a checkpoint
+
+
+def _checkpoints(spans: Spans, began: float) -> list[float]:
+    """Return the times of checkpoints, seconds; replicas copy their states together."""
+    starts = np.sort(spans["start"][spans["checkpoint"] > 0]) - began
+    begins = np.diff(starts, prepend=-np.inf) > TOGETHER_S
+    return [round(float(start), 3) for start in starts[begins]]
+
+
+def timeline(
+    spans: Spans,
+    began: float,
+    left: Mapping[int, tuple[float, str]],
+    joined: Mapping[int, float],
+) -> str:
     """Render spans as JSON, with a script that draws them.
 
     Args:
@@ -247,9 +315,10 @@ def timeline(spans: Spans, began: float, left: Mapping[int, tuple[float, str]]) 
         began: Unix time at the start of the fit.
         left: By replica that left the fit, the time in seconds since the start of the
             fit, and the reason.
+        joined: By replica, the time in seconds since the start of the fit.
     """
     used = [name for name in ACTIVITIES if spans[name].any()]
-    rows: dict[int, list[Any]] = {}
+    rows: dict[int, list[Any]] = {replica: [] for replica in joined}
     columns = [spans[name].tolist() for name in used]
     starts, ends = spans["start"] - began, spans["end"] - began
     for i, replica in enumerate(spans["replica"].tolist()):
@@ -264,9 +333,15 @@ def timeline(spans: Spans, began: float, left: Mapping[int, tuple[float, str]]) 
         "names": [label_of(name) for name in used],
         "colors": [_COLORS[name] for name in used],
         "rows": [
-            {"replica": replica, "left": left.get(replica), "spans": row}
-            for replica, row in rows.items()
+            {
+                "replica": replica,
+                "joined": joined.get(replica, row[0][0] if row else 0.0),
+                "left": left.get(replica),
+                "spans": row,
+            }
+            for replica, row in sorted(rows.items())
         ],
+        "checkpoints": _checkpoints(spans, began),
     }
     # "<" is escaped, so that no text can close the script element.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -275,7 +350,8 @@ def timeline(spans: Spans, began: float, left: Mapping[int, tuple[float, str]]) 
         f'<p class="legend">{legend}</p><div id="timeline"><canvas></canvas>'
         "<output></output></div><p><small>Scroll to zoom, drag to move, double-click "
         "to reset. Where short activities alternate, a column shows their shares. "
-        "× marks the time at which a replica left.</small></p>"
+        "× marks the time at which a replica left; since its last report, the "
+        "bar of a lost replica is empty. ◆ marks a checkpoint.</small></p>"
         f'<script type="application/json" id="spans">{packed}</script>'
         f"<script>{_SCRIPT}</script>"
     )
@@ -343,8 +419,10 @@ const tall = Math.max(8, Math.min(28, Math.floor(900 / count)));
 const gap = tall > 12 ? 4 : 1;
 let from = 0, to = 0;
 for (const row of data.rows) {
-  from = Math.min(from, row.spans[0][0]);
-  to = Math.max(to, row.spans[row.spans.length - 1][1], row.left ? row.left[0] : 0);
+  const last = row.spans.length - 1;
+  row.end = last < 0 ? row.joined : row.spans[last][1];  // of its last report
+  from = Math.min(from, last < 0 ? row.joined : row.spans[0][0]);
+  to = Math.max(to, row.end, row.left ? row.left[0] : 0);
 }
 const all = [from, to];
 let wide = 1;
@@ -406,11 +484,23 @@ function draw() {
       parts.fill(0);
     }
     flush();
+    if (row.left && row.left[0] > row.end) {
+      const left = Math.max(x_of(row.end), LEFT);
+      const right = Math.min(x_of(row.left[0]), wide);
+      pen.strokeStyle = dim;
+      if (right > left) pen.strokeRect(left, top + .5, right - left, tall - gap - 1);
+    }
     if (row.left && row.left[0] >= from && row.left[0] <= to) {
       pen.fillStyle = style.getPropertyValue("--bad"); pen.textAlign = "center";
       pen.fillText("×", Math.min(x_of(row.left[0]), wide - 6), top + (tall - gap) / 2);
     }
   });
+  pen.fillStyle = style.getPropertyValue("--text"); pen.textAlign = "center";
+  for (const time of data.checkpoints) if (time >= from && time <= to) {
+    const x = x_of(time);
+    pen.fillRect(x, 0, 1, count * tall);
+    pen.fillText("◆", x, count * tall + 5);
+  }
   pen.fillStyle = dim; pen.textAlign = "center";
   const least = (to - from) / Math.max(2, wide / 110);
   const power = 10 ** Math.floor(Math.log10(least));

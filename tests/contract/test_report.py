@@ -1,5 +1,6 @@
 """Reports and pictures of a history: what is in the file, and how large it is."""
 
+import itertools
 import json
 import math
 import re
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 from daskdl import OptionError
+from daskdl.observe import report
 from daskdl.observe.history import COLUMNS, History, RunRecord, Stopping
+from daskdl.observe.report import Line
 from daskdl.observe.tables import LayerTable, StepRow
 from daskdl.observe.timeline import ACTIVITIES, SPANS, Timeline
 from tests.contract.test_history import layer_row
@@ -109,7 +112,7 @@ def test_a_report_has_summary_shares_replicas_epochs_options_and_versions(tmp_pa
     assert summary["seconds"] == "12.5"
     assert summary["loss"] == "0.3333"
     assert summary["examples"] == "300"
-    assert summary["sent bytes"] == "150"
+    assert summary["sent bytes"] == "150 B"
     assert summary["examples per second"] == "50"
     assert summary["replicas"] == "2"
     shares = {name: rest[:2] for name, *rest in page.tables["Where the time went"]}
@@ -133,6 +136,95 @@ def test_the_script_draws_the_spans_of_each_replica(tmp_path):
     assert data["names"] == ["compute", "exchange", "data"]
     assert [timeline_row["replica"] for timeline_row in data["rows"]] == [0, 1]
     assert data["rows"][0]["spans"][2] == [2.0, 3.0, 0, 0.333, 1, 0.333, 2, 0.333]
+
+
+def lab(color):
+    """Lightness, and position from green to red and from blue to yellow."""
+    levels = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(
+        levels > 0.04045, ((levels + 0.055) / 1.055) ** 2.4, levels / 12.92
+    )
+    matrix = [
+        [0.4124, 0.3576, 0.1805],
+        [0.2126, 0.7152, 0.0722],
+        [0.0193, 0.1192, 0.9505],
+    ]
+    xyz = matrix @ linear / [0.95047, 1.0, 1.08883]
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_no_two_activities_look_alike(tmp_path):
+    history = full(replicas=1)
+    history.timeline.extend(spans_of(1, 4, ACTIVITIES))
+
+    data = page_of(history, tmp_path).data
+
+    assert len(data["colors"]) == len(ACTIVITIES)
+    for (a, color), (b, other) in itertools.combinations(
+        zip(data["names"], data["colors"], strict=True), 2
+    ):
+        assert np.linalg.norm(lab(color) - lab(other)) > 20, (a, b)
+
+
+def labels_of(*values, **options):
+    """The labels of the y axis of a chart with these values, and its title."""
+    chart = report.chart(
+        "sent", "epoch", [Line("a", range(len(values)), values)], **options
+    )
+    return re.findall(r'class="y">([^<]*)<', chart), re.search(
+        'aria-label=.([^"]*)', chart
+    )[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "labels"),
+    [
+        (1.0, ["0", "0.5", "1", "1.5", "2"]),
+        (0.0, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+    ],
+)
+def test_constant_values_are_in_the_middle_of_an_axis_from_0(value, labels):
+    assert labels_of(value, value, value)[0] == labels
+
+
+def test_labels_of_an_axis_differ_however_close_its_values_are():
+    labels, _ = labels_of(0.99999, 0.999991, 0.999992)
+
+    assert len(set(labels)) == len(labels) >= 4
+
+
+def test_bytes_have_a_unit(tmp_path):
+    assert labels_of(0, 3 * 2**20, unit="B") == (["0", "1", "2", "3"], "sent, MiB")
+    assert labels_of(0, 300, unit="B")[1] == "sent, B"
+    history = History([row(epoch, sent_bytes=1536 << 10) for epoch in range(2)])
+    page = page_of(history, tmp_path)
+    assert dict(page.tables["Summary"])["sent bytes"] == "3.00 MiB"
+    assert "1.50 MiB" in page.tables["Epochs"][1]
+    assert "sent_bytes, MiB" in page.text["Curves"]
+
+
+def test_checkpoints_are_marked_once_for_all_replicas(tmp_path):
+    history = full(replicas=2, spans=0)
+    spans = np.frombuffer(spans_of(2, 4), SPANS).copy()
+    spans["checkpoint"][[1, 3, 5]] = 0.01  # of replica 1: soon after that of replica 0
+    spans["start"][5] += 0.2
+    history.timeline.extend(spans.tobytes())
+
+    assert page_of(history, tmp_path).data["checkpoints"] == [1.0, 3.0]
+
+
+def test_a_lost_replica_has_a_bar_to_the_time_of_its_loss(tmp_path):
+    history = full(replicas=1)
+    for replica, (joined, left) in {1: (0.5, 7.0), 2: (3.0, None)}.items():
+        record = {"worker": "w", "joined": joined, "left": left, "reason": "lost"}
+        history.run.replicas[replica] = record
+
+    rows = page_of(history, tmp_path).data["rows"]
+
+    assert [row["replica"] for row in rows] == [0, 1, 2]
+    assert rows[1] == {"replica": 1, "joined": 0.5, "left": [7.0, "lost"], "spans": []}
+    assert (rows[2]["joined"], rows[2]["left"]) == (3.0, None)
 
 
 def test_a_report_has_the_error_and_who_left(tmp_path):

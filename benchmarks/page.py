@@ -6,13 +6,15 @@ Counted:  CPU time, which other work on the machine changes less than the speed:
           worker processes, per step, and of the scheduler's process, as a share of a
           core; both during a `fit`, for a network of 5.8 million parameters and batches
           of 64. Baseline: the same fit while replicas report nothing to the page.
-          looked at: a client of bokeh, in another process, has the page open, which
-          changes each second. All three run in turn, each on a new cluster, `--rounds`
-          times; medians.
+          looked at: another process opens the page, and asks for the runs and for the
+          section of this one each second, as a browser does; crowd: four of these. Also
+          the longest pause of the scheduler's event loop during the fit. All run in
+          turn, each on a new cluster, `--rounds` times; medians.
 Run:      python -m benchmarks page --rounds 7
 """
 
 import argparse
+import asyncio
 import contextlib
 import subprocess
 import sys
@@ -28,7 +30,13 @@ from benchmarks.work import BATCH, samples
 from daskdl.channel.remote import RemoteChannel
 
 ROWS = 6_400
-CASES = {"no reports": (False, False), "page": (True, False), "looked at": (True, True)}
+CASES = {  # whether replicas report, and the number of viewers
+    "no reports": (False, 0),
+    "page": (True, 0),
+    "looked at": (True, 1),
+    "crowd": (True, 4),
+}
+LOOK_S = 0.002
 
 
 def reporting(enabled: bool) -> None:
@@ -37,12 +45,18 @@ def reporting(enabled: bool) -> None:
 
 
 VIEWER = """
-import sys, time
-from bokeh.client import pull_session
-session = pull_session(url=sys.argv[1])
+import json, sys, time, urllib.request
+
+def get(path):
+    with urllib.request.urlopen(sys.argv[1] + path) as answer:
+        return answer.read()
+
+get("daskdl")
 print("open", flush=True)
 while True:
-    session.force_roundtrip()
+    for run in json.loads(get("daskdl/runs"))["runs"]:
+        if run["ended"] is None:
+            get("daskdl/runs/" + run["id"])
     time.sleep(1)
 """
 
@@ -51,7 +65,7 @@ while True:
 def looking(client: Client) -> Iterator[None]:
     """Have the page open, as a browser has."""
     port = client.scheduler_info()["services"]["dashboard"]
-    command = [sys.executable, "-c", VIEWER, f"http://127.0.0.1:{port}/daskdl"]
+    command = [sys.executable, "-c", VIEWER, f"http://127.0.0.1:{port}/"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as viewer:
         assert viewer.stdout is not None
         try:
@@ -62,11 +76,35 @@ def looking(client: Client) -> Iterator[None]:
             viewer.kill()
 
 
+@contextlib.contextmanager
+def pauses_of(client: Client) -> Iterator[list[float]]:
+    """Measure for how long the event loop of the scheduler pauses, seconds."""
+    pauses: list[float] = []
+
+    async def watch() -> None:
+        before = time.perf_counter()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.perf_counter()
+            pauses.append(now - before - LOOK_S)
+            before = now
+
+    loop = client.cluster.loop.asyncio_loop
+    watching = asyncio.run_coroutine_threadsafe(watch(), loop)
+    try:
+        yield pauses
+    finally:
+        watching.cancel()
+
+
 def measured(client: Client, case: str, epochs: int) -> dict[str, float]:
-    reports, looked_at = CASES[case]
+    reports, viewers = CASES[case]
     client.run(reporting, reports)
     x, y = samples(ROWS)
-    with looking(client) if looked_at else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        for _ in range(viewers):
+            stack.enter_context(looking(client))
+        pauses = stack.enter_context(pauses_of(client))
         before, scheduler_cpu_s = client.run(time.process_time), time.process_time()
         began = time.perf_counter()
         history = trainer(client).fit(x, y, epochs=epochs, batch_size=BATCH)
@@ -78,6 +116,7 @@ def measured(client: Client, case: str, epochs: int) -> dict[str, float]:
         "samples_per_s": history[-1]["examples_per_s"],
         "worker_ms": 1e3 * (sum(after.values()) - sum(before.values())) / steps,
         "scheduler_cores": scheduler_cpu_s / seconds,
+        "longest_pause_ms": 1e3 * max(pauses),
     }
 
 
@@ -98,6 +137,7 @@ QUESTION = Question(
     "page",
     __doc__,
     rows,
-    "case worker_ms:.2f ratio:.3f scheduler_cores:.3f samples_per_s:,.0f",
+    "case worker_ms:.2f ratio:.3f scheduler_cores:.3f longest_pause_ms:.0f "
+    "samples_per_s:,.0f",
     {"--rounds": 7, "--epochs": 3},
 )

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from typing_extensions import override
 
 from daskdl.config import check_choice, check_flag, check_whole, is_number
-from daskdl.errors import OptionError, count_of
+from daskdl.errors import OptionError, count_of, epoch_of
 from daskdl.observe.history import COLUMNS, History
 
 
@@ -516,9 +516,9 @@ class PrintProgress(Callback):
     Example:
         >>> progress = PrintProgress()
         >>> progress.on_fit_begin(FitBegin(2, 3, 0, 32, 1000, 650))
-        >>> row = {"epoch": 0, "loss": 0.5, "val_loss": 0.625, "val_accuracy": 0.75}
+        >>> row = {"epoch": 0, "loss": 0.5, "val_loss": 0.625}
         >>> progress.on_epoch_end({**row, "seconds": 1.25, "replicas": 2})
-        epoch 1/3: loss 0.5000, val_loss 0.6250, val_accuracy 0.7500, 1.2 s, 2 replicas
+        epoch 0 (1 of 3): loss 0.5000, val_loss 0.6250, 1.2 s, 2 replicas
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -538,7 +538,7 @@ class PrintProgress(Callback):
         ]
         replicas = count_of(row["replicas"], "replica")
         parts = [*scores, f"{row['seconds']:.1f} s", replicas]
-        self._write(f"epoch {row['epoch'] + 1}/{self._epochs}: {', '.join(parts)}")
+        self._write(f"{epoch_of(row['epoch'], self._epochs)}: {', '.join(parts)}")
 
     @override
     def on_fit_end(self, end: FitEnd) -> None:

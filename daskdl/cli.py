@@ -28,7 +28,13 @@ from typing_extensions import override
 
 import daskdl
 from daskdl.config import VERSION
-from daskdl.errors import DaskDLError, OptionError, keep_internal_frames
+from daskdl.errors import (
+    DaskDLError,
+    OptionError,
+    count_of,
+    epoch_of,
+    keep_internal_frames,
+)
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -775,8 +781,8 @@ def doctor(scheduler: str) -> None:
             if replica["phase"] != "gone"
         }
         click.echo(
-            f"run {run['run']}: epoch {run['epoch'] + 1}, {run['rows']} of its rows "
-            f"left, {len(replicas)} replica{'s' if len(replicas) != 1 else ''}"
+            f"run {run['run']}: {epoch_of(run['epoch'], run['epochs'])}, "
+            f"{run['rows']:,} of its rows left, {count_of(len(replicas), 'replica')}"
         )
         if run["stopped"] is not None:
             click.echo(f"  stopped: {run['stopped']}")

@@ -66,6 +66,16 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def epoch_of(epoch: int, epochs: int | None) -> str:
+    """Return an epoch as readers see it: its number in the history, and its place.
+
+    Example:
+        >>> epoch_of(0, 3), epoch_of(4, None)
+        ('epoch 0 (1 of 3)', 'epoch 4')
+    """
+    return f"epoch {epoch}" + ("" if epochs is None else f" ({epoch + 1} of {epochs})")
+
+
 class DaskDLError(Exception):
     """Base class of all errors that daskdl raises."""
 

@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import platform
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -267,14 +268,24 @@ def check_installed(client: Client) -> None:
         pass
 
 
+Waiting = Callable[[int, int], object]
+
+
 @contextlib.contextmanager
-def installed_meanwhile(client: Client) -> Iterator[None]:
+def installed_meanwhile(
+    client: Client, waiting: Waiting | None = None
+) -> Iterator[None]:
     """Check the processes of the cluster while the block runs on the client.
 
     An exception in the block cancels the check.
+
+    Args:
+        client: Client of the cluster.
+        waiting: Called on the event loop while workers import, with the number of these
+            workers and of all.
     """
     loop = client.loop.asyncio_loop
-    answering = asyncio.run_coroutine_threadsafe(_answers(client), loop)
+    answering = asyncio.run_coroutine_threadsafe(_answers(client, waiting), loop)
     try:
         yield
         answers = answering.result()
@@ -301,7 +312,10 @@ def versions_of(client: Client) -> dict[str, Any]:
     return answers
 
 
-async def _answers(client: Client) -> dict[str, Any]:
+REPORT_S = 0.5  # between two reports of workers that import
+
+
+async def _answers(client: Client, report: Waiting | None = None) -> dict[str, Any]:
     bound = Timeouts.from_config().bound("join", "request")
     scheduler = f"the scheduler, {client.scheduler.address}"
     asked = {asyncio.ensure_future(client.nthreads()): scheduler}
@@ -315,7 +329,13 @@ async def _answers(client: Client) -> dict[str, Any]:
                     version_finder(), workers=[address], on_error="return"
                 )
             asked = {asyncio.ensure_future(r): where for where, r in asking.items()}
-            _, waiting = await asyncio.wait(asked, timeout=bound.seconds)
+            deadline = time.monotonic() + bound.seconds
+            waiting = set(asked)
+            while waiting and (left_s := deadline - time.monotonic()) > 0:
+                _, waiting = await asyncio.wait(asked, timeout=min(left_s, REPORT_S))
+                slow = sum(asked[task] != scheduler for task in waiting)
+                if report is not None and slow:
+                    report(slow, len(workers))
     finally:
         for task in asked:
             task.cancel()

@@ -14,7 +14,7 @@ class MLflow(daskdl.Callback):
     """Runs on the client: one MLflow run for each fit."""
 
     def on_fit_begin(self, fit):
-        mlflow.start_run()
+        mlflow.start_run(run_name=fit.name)
         mlflow.log_params(fit._asdict())
 
     def on_epoch_end(self, row):

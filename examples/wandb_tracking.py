@@ -16,7 +16,8 @@ class WandB(daskdl.Callback):
         self.options = options  # of `wandb.init`
 
     def on_fit_begin(self, fit):
-        self.run = wandb.init(config=fit._asdict(), **self.options)
+        options = {"name": fit.name, **self.options}
+        self.run = wandb.init(config=fit._asdict(), **options)
 
     def on_epoch_end(self, row):
         self.run.log(dict(row), step=row["epoch"])

@@ -1,40 +1,42 @@
 """The page ``/daskdl`` of Dask's dashboard, and metrics for Prometheus.
 
-A `RunView` keeps a bounded number of the reports of a run, for a bounded time. bokeh
-and prometheus_client are optional.
+A `RunView` keeps a bounded number of the reports of a run, for a bounded time. The page
+is a file beside this one, which draws the numbers in the browser: the event loop of the
+scheduler only answers requests, and makes each answer at most once per second, for all
+viewers. prometheus_client is optional.
 """
 
 import asyncio
+import base64
 import contextlib
 import functools
-import html
-import importlib.util
-import logging
+import json
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import dask
 import numpy as np
-from dask.utils import format_bytes, format_time
+from dask.utils import format_bytes
 from numpy.typing import NDArray
+from tornado.web import RequestHandler
 
-from daskdl.channel.leasing import RunSpec
 from daskdl.channel.protocol import LiveReport, run_id
-from daskdl.channel.run_state import Membership, MemberState
-from daskdl.errors import shown
-from daskdl.observe.report import Html, number, table
+from daskdl.channel.run_state import Membership, MemberState, RunState
+from daskdl.errors import count_of, epoch_of, shown
+from daskdl.observe.history import COLUMNS
+from daskdl.observe.report import number
 from daskdl.observe.tables import Thinned
 
-logger = logging.getLogger(__name__)
-
+PAGE = Path(__file__).with_suffix(".html")
 PATH = "daskdl"  # of the page, relative to the dashboard
-UPDATE_MS = 1000
+UPDATE_S = 1.0  # at most once in this time, an answer is made anew
 KEPT_S = 3600.0  # for which a finished run stays
 MOST_OVER = 16  # finished runs
-# A report takes 900 bytes, and an open page draws all reports each second.
+# A report takes 900 bytes, and an open section gets all reports each second.
 MOST_REPORTS = 2048  # of all replicas of a run
 MOST_EPOCHS = 512
 MOST_LISTED = 64  # replicas in the table; replicas that left, in the metrics
@@ -83,12 +85,19 @@ def columns_of(reports: Sequence[TimedReport]) -> Columns:
     return columns
 
 
+class End(NamedTuple):
+    """The end of a run."""
+
+    at: float  # time on the scheduler's clock, seconds
+    phase: str  # "finished", "stopped" or "failed"
+    why: str  # empty if it finished
+
+
 class RunView:
     """The bounded record of a run that the dashboard shows; for one event loop.
 
     Args:
-        spec: The run.
-        members: The replicas of the run, which updates them.
+        state: The run, while it is open.
         now: Time on the scheduler's clock, seconds.
 
     Attributes:
@@ -102,10 +111,13 @@ class RunView:
         rows: Rows of the client's history, by epoch.
         row: The newest of these rows; empty before the first.
         version: Increases when a report or a row arrives.
-        over: Time and reason of the end of the run; None before.
+        over: The end of the run; None before.
     """
 
-    def __init__(self, spec: RunSpec, members: Membership, now: float) -> None:
+    members: Membership
+
+    def __init__(self, state: RunState, now: float) -> None:
+        spec = state.spec
         self.run = spec.run
         self.name = shown(spec.name)
         self.title = shown(spec.title)
@@ -115,7 +127,7 @@ class RunView:
         self.rows: Thinned[Mapping[str, Any]] = Thinned(MOST_EPOCHS)
         self.row: Mapping[str, Any] = {}
         self.version = 0
-        self.over: tuple[float, str] | None = None
+        self.over: End | None = None
         self._began_at = now
         rows = spec.sizes["train"].rows
         self._per_epoch = sum(rows) if min(rows, default=-1) >= 0 else 0  # 0: unknown
@@ -124,21 +136,22 @@ class RunView:
         self._last: dict[int, TimedReport] = {}  # by replica
         # Two recent reports of each replica, at least a second apart.
         self._marks: dict[int, tuple[TimedReport, TimedReport]] = {}
-        self._begin(spec, members)
+        self._begin(state)
 
-    def _begin(self, spec: RunSpec, members: Membership) -> None:
-        self.members = members
-        self._first_epoch = spec.first_epoch
+    def _begin(self, state: RunState) -> None:
+        self.members = state.members
+        self._state: RunState | None = state
+        self._first_epoch = state.spec.first_epoch
         self._first_report: TimedReport | None = None  # since the run opened last
 
     # ---- for the plugin
 
-    def open_again(self, spec: RunSpec, members: Membership) -> None:
+    def open_again(self, state: RunState) -> None:
         """Continue with other replicas, and without the epochs that they repeat."""
         self._former |= self.members.replicas
-        self._begin(spec, members)
+        self._begin(state)
         rows = self.rows.numbered
-        self.rows.numbered = [row for row in rows if row[0] < spec.first_epoch]
+        self.rows.numbered = [row for row in rows if row[0] < self._first_epoch]
         self.row = self.rows.numbered[-1][1] if self.rows.numbered else {}
         self.over = None
         self.version += 1
@@ -166,7 +179,39 @@ class RunView:
         self.row = row
         self.version += 1
 
+    def end(self, now: float, *, finished: bool) -> None:
+        """Record the end of the run, and release its state."""
+        state = self._state
+        assert state is not None, "a run ends once"
+        phase = "failed" if state.failed else "finished" if finished else "stopped"
+        why = "" if phase == "finished" else shown(state.stopped or "", 500)
+        self.over, self._state = End(now, phase, why), None
+
     # ---- for pages and collectors
+
+    @property
+    def phase(self) -> str:
+        """What the run does.
+
+        ``"starting"`` until the first report, then ``"training"``; ``"waiting"`` for a
+        worker after the loss of all replicas; ``"ending"`` once it was stopped; after
+        its end see `End`.
+        """
+        if self.over is not None:
+            return self.over.phase
+        state = self._state
+        assert state is not None, "a run that has not ended has its state"
+        if state.stopped is not None:
+            return "waiting" if state.deserted else "ending"
+        return "starting" if self._first_report is None else "training"
+
+    @property
+    def why(self) -> str:
+        """Why the run has stopped; empty if it finished, or goes on."""
+        if self.over is not None:
+            return self.over.why
+        assert self._state is not None, "a run that has not ended has its state"
+        return shown(self._state.stopped or "", 500)
 
     def second(self, at: float) -> float:
         """Return the seconds from the start of the run to a time on the same clock."""
@@ -273,12 +318,21 @@ def total_speed(
 
 
 def scores_in(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the training loss and the validation scores of a row, without NaN."""
+    """Return the loss, the logs and the validation scores of a row, without NaN."""
     return {
         name: float(value)
         for name, value in row.items()
-        if (name == "loss" or name.startswith("val_")) and not math.isnan(value)
+        if (name == "loss" or name not in COLUMNS) and not math.isnan(value)
     }
+
+
+class Announced(NamedTuple):
+    """A run that has not opened yet."""
+
+    client: str
+    name: str
+    title: str
+    state: str  # what happens before it opens
 
 
 class Dashboard:
@@ -286,73 +340,137 @@ class Dashboard:
 
     Attributes:
         runs: Views by run, oldest first.
+        announced: Runs that have not opened yet.
     """
 
     runs: dict[int, RunView]
+    announced: dict[int, Announced]
 
     def __init__(self) -> None:
-        self.runs = {}
+        self.runs, self.announced = {}, {}
         self._timers: dict[int, asyncio.TimerHandle] = {}  # of finished runs
+        # By path, the last answer: its key and version, and the time when it was made.
+        self._answers: dict[str, tuple[str, str, float, bytes]] = {}
 
-    def open(self, spec: RunSpec, members: Membership, now: float) -> RunView:
+    def open(self, state: RunState, now: float) -> RunView:
         """Show a run; one that opens again after its end continues."""
-        run, view = spec.run, self.runs.get(spec.run)
+        run, view = state.spec.run, self.runs.get(state.spec.run)
         if view is None:
-            view = RunView(spec, members, now)
+            view = RunView(state, now)
         else:
             self._remove(run)
-            view.open_again(spec, members)
+            view.open_again(state)
         self.runs[run] = view
+        self.announced.pop(run, None)
         return view
 
-    def end(self, run: int, why: str, loop: asyncio.AbstractEventLoop) -> None:
-        """Show a run as finished; remove it in an hour."""
-        self.runs[run].over = loop.time(), shown(why, 500)
+    def end(self, run: int, loop: asyncio.AbstractEventLoop, *, finished: bool) -> None:
+        """Show a run as ended; remove it in an hour."""
+        self.runs[run].end(loop.time(), finished=finished)
         self._timers[run] = loop.call_later(KEPT_S, self._remove, run)
         for oldest in list(self._timers)[:-MOST_OVER]:
             self._remove(oldest)
 
     def forget(self) -> None:
-        """Remove all finished runs."""
+        """Remove all runs that have ended."""
         for run in list(self._timers):
             self._remove(run)
 
     def _remove(self, run: int) -> None:
         self._timers.pop(run).cancel()
         del self.runs[run]
+        self._answers.pop(run_id(run), None)
 
     def connect(self, scheduler: Any) -> None:
         """Add the page and the metrics to the HTTP server of a scheduler."""
         with contextlib.suppress(ImportError):
             metrics().dashboards.add(self)
+        shared = {"dashboard": self, "clock": asyncio.get_running_loop().time}
+        routes = [
+            (rf".*/{PATH}", PageHandler),
+            (rf".*/{PATH}/runs", RunsHandler, shared),
+            (rf".*/{PATH}/runs/(\w+)", RunHandler, shared),
+        ]
+        scheduler.http_application.add_handlers(r".*", routes)
         applications = scheduler.http_application.applications
-        pages = [app for app in applications if hasattr(app, "app_paths")]
-        if pages:  # otherwise, the scheduler runs without a dashboard
-            _add_page(self, scheduler, pages[0].prefix)
-        elif importlib.util.find_spec("bokeh") is None:
-            logger.info(
-                "bokeh is not installed with the scheduler, so its dashboard has no "
-                "page /%s: pip install daskdl[dashboard]",
-                PATH,
-            )
+        if any(hasattr(app, "app_paths") for app in applications):  # Dask's own pages
+            from distributed.dashboard.scheduler import template_variables
+
+            pages = template_variables(scheduler)["pages"]  # of their menu
+            if PATH not in pages:
+                pages.append(PATH)
+
+    # ---- answers to the page
+
+    def answer(self, now: float) -> bytes:
+        """Return the head of each run, newest first, as JSON."""
+        phases = [(run, view.phase) for run, view in self.runs.items()]
+        key = f"{phases} {self.announced}"
+        return self._answer("", key, "", now, lambda: self._heads(now))
+
+    def _heads(self, now: float) -> Mapping[str, Any]:
+        coming: list[dict[str, Any]] = [
+            {
+                "id": run_id(run),
+                "name": announced.name,
+                "title": announced.title,
+                "phase": "starting",
+                "state": f"starting: {announced.state}",
+                "why": "",
+                "ended": None,
+                "numbers": [],
+                "version": "",  # it has no section yet
+            }
+            for run, announced in reversed(self.announced.items())
+        ]
+        runs = [head_of(run, now) for run in reversed(self.runs.values())]
+        return {"now": now, "runs": [*coming, *runs]}
+
+    def answer_of(self, run: str, now: float) -> bytes | None:
+        """Return what the open section of a run has, as JSON; None: it has gone."""
+        view = next((v for v in self.runs.values() if run_id(v.run) == run), None)
+        if view is None:
+            return None
+        version = version_of(view)
+        return self._answer(run, view.phase, version, now, lambda: section_of(view))
+
+    def _answer(
+        self, path: str, key: str, version: str, now: float, make: Callable[[], Any]
+    ) -> bytes:
+        """Return an answer with this key, shared by all viewers for a time.
+
+        The version may be older then; an answer of the same version stays longer.
+        """
+        if path in self._answers:
+            former_key, former, made_at, answer = self._answers[path]
+            is_same = version != "" and version == former
+            if key == former_key and (is_same or now - made_at < UPDATE_S):
+                return answer
+        answer = json.dumps(make(), allow_nan=False, separators=(",", ":")).encode()
+        self._answers[path] = key, version, now, answer
+        return answer
 
 
 # ---- Prometheus
 
-# Name, description, and column of a replica's last report.
+# Of each replica: name, description, and column of its last report. Counters are those
+# whose name ends in _total.
 METRICS = (
+    ("steps_total", "Optimizer steps", "step"),
     ("examples_total", "Examples trained on", "examples"),
-    ("sent_bytes_total", "Bytes of updates sent", "sent_bytes"),
-    ("received_bytes_total", "Bytes received", "received_bytes"),
-    ("wait_seconds_total", "Seconds waited", "waits_s"),
-    ("examples_per_second", "Speed of training", "examples_per_s"),
+    ("sent_bytes_total", "Bytes of updates, residuals and buffers sent", "sent_bytes"),
+    ("received_bytes_total", "Bytes of the same kinds received", "received_bytes"),
+    ("examples_per_second", "Examples per second", "examples_per_s"),
     ("loss", "Mean training loss of the last second", "loss"),
-    ("step", "Steps taken", "step"),
-    ("density", "Parameters sent / parameters", "density"),
+    ("density", "Parameters sent / parameters, in the last exchange", "density"),
     ("threshold", "Threshold, parameter units", "threshold"),
-    ("residual", "99th percentile of residual / threshold", "residual_p99"),
+    (
+        "residual_to_threshold_p99",
+        "99th percentile of abs(residual) / threshold",
+        "residual_p99",
+    ),
     ("staleness_steps", "Steps ahead of the slowest replica", "staleness"),
-    ("learning_rate", "Learning rate", "learning_rate"),
+    ("learning_rate", "Learning rate of the first parameter group", "learning_rate"),
 )
 
 
@@ -368,36 +486,49 @@ class Metrics:
 
         namespace = dask.config.get("distributed.dashboard.prometheus.namespace")
         prefix = f"{namespace}_daskdl" if namespace else "daskdl"
+        families = []
 
         def family(name: str, what: str, *labels: str) -> Any:
             counts = name.endswith("_total")
             kind = CounterMetricFamily if counts else GaugeMetricFamily
-            return kind(f"{prefix}_{name}", what, labels=labels)
+            families.append(kind(f"{prefix}_{name}", what, labels=labels))
+            return families[-1]
+
+        def family_of_run(name: str, what: str, *labels: str) -> Any:
+            return family(name, what, "run", "name", *labels)
 
         training = family("runs", "Runs in progress")
-        present = family("replicas", "Replicas that take part", "run")
-        failed = family("replicas_failed", "Replicas that have failed", "run")
-        epoch = family("epoch", "Epoch of the most advanced replica, from 0", "run")
-        scores = family("score", "Scores of the last finished epoch", "run", "score")
-        by_replica = {m: family(*m[:2], "run", "replica") for m in METRICS}
+        present = family_of_run("replicas", "Replicas that take part")
+        failed = family_of_run("replicas_failed_total", "Replicas that failed")
+        epoch = family_of_run("epoch", "Epoch of the most advanced replica, from 0")
+        scores = family_of_run("score", "Scores of the last finished epoch", "score")
+        waits = family_of_run(
+            "wait_seconds_total", "Seconds waited", "replica", "cause"
+        )
+        by_replica = {
+            (name, column): family_of_run(name, what, "replica")
+            for name, what, column in METRICS
+        }
         runs = [run for board in self.dashboards for run in list(board.runs.values())]
         training.add_metric([], sum(run.over is None for run in runs))
         for run in runs:
-            label, here = run_id(run.run), run.present
+            labels, here = (run_id(run.run), run.name), run.present
             members = list(run.replicas.values())
-            present.add_metric([label], len(here))
-            failed.add_metric([label], sum(member.failed for member in members))
-            epoch.add_metric([label], run.epoch)
+            present.add_metric(labels, len(here))
+            failed.add_metric(labels, sum(member.failed for member in members))
+            epoch.add_metric(labels, run.epoch)
             for score, value in scores_in(run.row).items():
-                scores.add_metric([label, score], value)
+                scores.add_metric([*labels, score], value)
             for replica in run.listed:
                 last = run.last(replica)
-                for (name, _, column), metric in by_replica.items():
+                for (name, column), metric in by_replica.items():
                     value = last.get(column, math.nan)
                     is_current = replica in here or name.endswith("_total")
                     if is_current and not math.isnan(value):
-                        metric.add_metric([label, str(replica)], value)
-        yield from (training, present, failed, epoch, scores, *by_replica.values())
+                        metric.add_metric([*labels, str(replica)], value)
+                for cause, waited_s in run.waits_s(replica).items():
+                    waits.add_metric([*labels, str(replica), cause], waited_s)
+        yield from families
 
 
 @functools.cache
@@ -412,62 +543,21 @@ def metrics() -> Metrics:
 
 # ---- the page
 
-TEMPLATE = """{% extends "simple.html" %}
-{% block extra_resources %}
-<style>
-  :root { color-scheme: light dark; }
-  body { height: auto; }
-  @media (prefers-color-scheme: dark) {
-    html, body { background: #121212; color: #ddd; }
-    .navbar ul { background-color: #2a2a2a; }
-    .navbar li a { color: #ddd; }
-  }
-</style>
-{% endblock %}
-"""
-STYLE = """
-  h2 { font-size: 18px; margin: 12px 0 4px; }
-  p { margin: 4px 0; }
-  table { border-collapse: collapse; font-size: 13px; }
-  th, td { padding: 2px 10px 2px 0; text-align: right; white-space: nowrap; }
-  th { font-weight: normal; opacity: 0.7; }
-  th:last-child, td:last-child { text-align: left; }
-"""
 INK = "#808080"  # legible on white and on black
 RED = "#d62728"
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#17becf")
-THEME = {
-    "attrs": {
-        "Plot": {
-            "background_fill_color": None,
-            "border_fill_color": None,
-            "outline_line_color": None,
-        },
-        "Title": {"text_color": INK},
-        "Axis": {
-            "axis_label_text_color": INK,
-            "axis_line_color": INK,
-            "major_label_text_color": INK,
-            "major_tick_line_color": INK,
-            "minor_tick_line_color": None,
-        },
-        "Grid": {"grid_line_color": INK, "grid_line_alpha": 0.25},
-        "Toolbar": {"logo": None, "autohide": True},
-    }
-}
-FIGURES = (  # title, columns of the x and y axes, label of the x axis
-    ("Loss by epoch", "epoch", "loss", "epoch; grey: all replicas, red: validation"),
-    ("Loss by step", "step", "loss", "step of the replica"),
-    ("Examples per second", "second", "examples_per_s", "seconds; grey: all replicas"),
-    ("Density", "second", "density", "seconds"),
-    ("Threshold", "second", "threshold", "seconds"),
-    ("Residual / threshold, 99th percentile", "second", "residual_p99", "seconds"),
-    ("Bytes sent per second", "second", "bytes_per_s", "seconds"),
-    ("Staleness, steps", "second", "staleness", "seconds"),
-    ("Fraction of the time waited", "second", "waiting", "seconds"),
+# Of each replica: title, columns of the x and y axes, unit of y.
+FIGURES = (
+    ("Loss by step", "step", "loss", ""),
+    ("Examples per second", "second", "examples_per_s", ""),
+    ("Density", "second", "density", ""),
+    ("Threshold", "second", "threshold", ""),
+    ("Residual / threshold, 99th percentile", "second", "residual_p99", ""),
+    ("Bytes sent per second", "second", "bytes_per_s", "B"),
+    ("Staleness, steps", "second", "staleness", ""),
+    ("Fraction of the time waited", "second", "waiting", ""),
 )
-# Column of the history, name and color of its curve.
-SCORES = ("loss", "all replicas", INK), ("val_loss", "validation", RED)
+AXES = {"second": "seconds", "step": "step of the replica", "epoch": "epoch, from 0"}
 REPLICA_COLUMNS = {  # by column of the table, the column of the last report
     "epoch": "epoch",
     "step": "step",
@@ -482,10 +572,11 @@ REPLICA_COLUMNS = {  # by column of the table, the column of the last report
     "norm": "residual_norm",
     "staleness": "staleness",
 }
+WHOLE = "epoch", "step", "examples"
 
 
 class Curve(NamedTuple):
-    """A curve in a figure."""
+    """A curve in a figure; y is NaN where it was not measured."""
 
     name: str
     color: str
@@ -494,31 +585,144 @@ class Curve(NamedTuple):
     width: float = 1.5
 
 
-def heading(run: RunView, now: float) -> str:
-    """Return the title and the progress of a run, as HTML."""
-    row, status = run.row, [f"{len(run.present)} replicas"]
-    if run.over is None:
-        left = run.left_s(now)
-        about = f"; about {format_time(left)} left" if left and left >= 1 else ""
-        state = f"training for {format_time(run.second(now))}{about}"
-        status.insert(0, f"{number(run.speed(now))} examples/s")
-    else:
-        at, why = run.over
-        took = format_time(run.second(at))
-        state = f"ended after {took}, {format_time(now - at)} ago: {why}"
-    total = "" if run.epochs is None else f" of {run.epochs}"
-    status.insert(0, f"epoch {min(run.epoch + 1, run.epochs or math.inf):.0f}{total}")
-    status += [f"{name} {number(value)}" for name, value in scores_in(row).items()]
-    paragraphs = [f"{run.title}; run {run_id(run.run)}, {state}", " · ".join(status)]
-    if row:
-        paragraphs.append(
-            f"Epoch {row['epoch'] + 1}: density {row['density']:.3g} · "
-            f"sent {format_bytes(row['sent_bytes'])} · "
-            f"dense {format_bytes(row['dense_bytes'])} · "
-            f"staleness {row['staleness']:.3g} · waits {_waits(row['waits'])}"
-        )
-    body = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in paragraphs)
-    return f"<h2>{html.escape(run.name)}</h2>{body}"
+class Figure(NamedTuple):
+    """A figure of a section."""
+
+    title: str
+    x: str  # label of the axis
+    unit: str  # of y
+    curves: list[Curve]
+
+
+def version_of(run: RunView) -> str:
+    """Return another text whenever the section of a run has something else to show."""
+    return f"{run.version}-{run.members.generation}-{run.phase}"
+
+
+def duration_of(seconds: float) -> str:
+    """Return a duration as text, with a precision of a percent or so.
+
+    Example:
+        >>> duration_of(0.7), duration_of(89.0), duration_of(150.0), duration_of(7500.0)
+        ('1 s', '89 s', '2 min', '2 h 5 min')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def head_of(run: RunView, now: float) -> dict[str, Any]:
+    """Return the line of a run on the page: its name, state and main numbers."""
+    phase, over = run.phase, run.over
+    lasted = duration_of(run.second(now if over is None else over.at))
+    match phase:
+        case "starting":
+            state = _starting(run)
+        case "training":
+            state = f"training for {lasted}"
+        case "waiting":
+            state = "waiting for a worker"
+        case "ending":
+            state = "ending"
+        case _:
+            state = f"{phase} after {lasted}"
+    numbers = []
+    if run.row or run.reports.numbered:
+        numbers.append(epoch_of(run.epoch, run.epochs))
+    if over is None:
+        left_s = run.left_s(now)
+        if left_s is not None and left_s >= 1:
+            state += f", about {duration_of(left_s)} left"
+        if phase == "training":
+            numbers.append(f"{number(run.speed(now))} examples/s")
+        numbers.append(count_of(len(run.present), "replica"))
+    numbers += [f"{name} {number(value)}" for name, value in scores_in(run.row).items()]
+    return {
+        "id": run_id(run.run),
+        "name": run.name,
+        "title": run.title,
+        "phase": phase,
+        "state": state,
+        "why": run.why,
+        "ended": None if over is None else over.at,
+        "numbers": numbers,
+        "version": version_of(run),
+    }
+
+
+def _starting(run: RunView) -> str:
+    """Say what a run waits for that has no report yet."""
+    members = run.members
+    absent, count = members.absent, len(members.expected)
+    if absent and not members.started:
+        joined = f"{count - len(absent)} of {count_of(count, 'replica')} ready"
+        workers = sorted({members.replicas[replica].worker for replica in absent})
+        named = ", ".join(map(shown, workers[:MOST_NAMED]))
+        if len(workers) > MOST_NAMED:
+            named += f" and {len(workers) - MOST_NAMED} more"
+        return f"starting: {joined}; waiting for {named} to load the model"
+    return f"starting: {count_of(count, 'replica')} ready, in the first step"
+
+
+MOST_NAMED = 4  # workers in a line
+
+
+MOST = float(np.finfo(np.float32).max)
+
+
+def section_of(run: RunView) -> dict[str, Any]:
+    """Return what the open section of a run has below its line.
+
+    Equal arrays of curves are sent once, as base64 of little-endian float32.
+    """
+    arrays: dict[int, tuple[int, NDArray[np.float64]]] = {}  # by id: place, array
+
+    def place(array: NDArray[np.float64]) -> int:
+        return arrays.setdefault(id(array), (len(arrays), array))[0]
+
+    figures = [
+        {
+            **figure._asdict(),
+            "curves": [
+                {**curve._asdict(), "x": place(curve.x), "y": place(curve.y)}
+                for curve in figure.curves
+            ],
+        }
+        for figure in figures_of(run)
+    ]
+    return {
+        "version": version_of(run),
+        "last": _last_epoch(run.row),
+        "figures": figures,
+        "arrays": [
+            base64.b64encode(
+                np.clip(array, -MOST, MOST).astype("<f4").tobytes()
+            ).decode()
+            for _, array in arrays.values()
+        ],
+        "columns": [
+            "replica",
+            *REPLICA_COLUMNS,
+            "sent",
+            "received",
+            "waited",
+            "worker",
+        ],
+        "replicas": replica_rows(run),
+    }
+
+
+def _last_epoch(row: Mapping[str, Any]) -> str:
+    """Describe the traffic and the waits of an epoch; empty before the first."""
+    if not row:
+        return ""
+    return (
+        f"Epoch {row['epoch']}: density {row['density']:.3g} · "
+        f"sent {format_bytes(row['sent_bytes'])} · "
+        f"dense {format_bytes(row['dense_bytes'])} · "
+        f"staleness {row['staleness']:.3g} · waits {_waits(row['waits'])}"
+    )
 
 
 def _waits(waits_s: Mapping[str, float]) -> str:
@@ -527,156 +731,120 @@ def _waits(waits_s: Mapping[str, float]) -> str:
     return ", ".join(f"{c} {s:.1f} s" for c, s in order if s >= 0.05) or "–"
 
 
-def replica_table(run: RunView) -> str:
-    """Return the last numbers, the worker and the fate of each replica, as HTML."""
-    rows: list[Sequence[Any]] = []
+def replica_rows(run: RunView) -> list[dict[str, Any]]:
+    """Return the last numbers, the worker and the fate of each replica, as text."""
+    rows: list[dict[str, Any]] = []
     present = run.present
     for replica, member in list(run.listed.items())[:MOST_LISTED]:
         last, waits_s = run.last(replica), run.waits_s(replica)
-        waits, waited_s = html.escape(_waits(waits_s)), math.fsum(waits_s.values())
         if replica not in present:
             last.pop("examples_per_s", None)
-        numbers = [last.get(column, math.nan) for column in REPLICA_COLUMNS.values()]
-        color = COLORS[replica % len(COLORS)]
+        numbers = {name: last.get(column) for name, column in REPLICA_COLUMNS.items()}
         fate = f"{shown(member.worker)}, joined at {run.second(member.joined_at):.1f} s"
         if member.gone:
             fate += f"; at {run.second(member.gone_at):.1f} s {member.why}"
-        rows.append(
-            (
-                Html(f'<span style="color: {color}">■</span> {replica}'),
-                *numbers,
-                format_bytes(int(last.get("sent_bytes", 0))),
-                format_bytes(int(last.get("received_bytes", 0))),
-                Html(f'<span title="{waits}">{waited_s:.1f} s</span>'),
-                fate,
-            )
-        )
-    columns = "replica", *REPLICA_COLUMNS, "sent", "received", "waited", "worker"
-    return table(rows, columns)
+        cells = [
+            str(replica),
+            *(
+                "–"
+                if n is None or math.isnan(n)
+                else number(int(n) if c in WHOLE else n)
+                for c, n in numbers.items()
+            ),
+            format_bytes(int(last.get("sent_bytes", 0))),
+            format_bytes(int(last.get("received_bytes", 0))),
+            f"{math.fsum(waits_s.values()):.1f} s",
+            fate,
+        ]
+        color, waits = COLORS[replica % len(COLORS)], f"waits: {_waits(waits_s)}"
+        rows.append({"cells": cells, "color": color, "waits": waits})
+    return rows
 
 
-def curves_of(run: RunView) -> list[list[Curve]]:
-    """Return the curves of each of `FIGURES`, without values that were not measured."""
-    series, losses = run.series(), run.losses()
+def figures_of(run: RunView) -> list[Figure]:
+    """Return the figures of a section that have something to show."""
+    series = run.series()
     rows = [row for _, row in run.rows.numbered]
-    epochs = np.array([row["epoch"] for row in rows], np.float64)
-    figures = []
-    for _, x, y, _ in FIGURES:
-        curves = []
-        if x == "epoch":
-            for name, label, color in SCORES:
-                scores = np.array([scores_in(row).get(name, math.nan) for row in rows])
-                curves.append(Curve(label, color, epochs, scores, width=3.0))
-        elif y == "examples_per_s":
+    names = dict.fromkeys(name for row in rows for name in scores_in(row))
+    losses = [
+        Curve(*_replica(replica), columns["epoch"], columns["loss"])
+        for replica, columns in run.losses().items()
+    ]
+    figures = [
+        Figure("Loss by epoch", AXES["epoch"], "", [*losses, *_scores(rows, "loss")])
+    ]
+    for title, x, y, unit in FIGURES:
+        curves = [
+            Curve(*_replica(replica), columns[x], columns[y])
+            for replica, columns in series.items()
+        ]
+        if y == "examples_per_s" and len(series) > 1:
             curves.append(Curve("all replicas", INK, *total_speed(series), width=3.0))
-        for replica, columns in (losses if x == "epoch" else series).items():
-            color = COLORS[replica % len(COLORS)]
-            curves.append(Curve(f"replica {replica}", color, columns[x], columns[y]))
-        measured = [(curve, np.isfinite(curve.y)) for curve in curves]
-        figures.append([c._replace(x=c.x[k], y=c.y[k]) for c, k in measured if k.any()])
-    return figures
+        figures.append(Figure(title, AXES[x], unit, curves))
+    figures[1:1] = [
+        Figure(name, AXES["epoch"], "", _scores(rows, name))
+        for name in dict.fromkeys(name.removeprefix("val_") for name in names)
+        if name != "loss"
+    ]
+    for figure in figures:
+        figure.curves[:] = [c for c in figure.curves if np.isfinite(c.y).any()]
+    return [figure for figure in figures if figure.curves]
 
 
-class _Section:
-    """The section of a run on an open page, as models of bokeh."""
+def _replica(replica: int) -> tuple[str, str]:
+    """Return the name and the color of a replica's curves."""
+    return f"replica {replica}", COLORS[replica % len(COLORS)]
 
-    def __init__(self, run: RunView) -> None:
-        from bokeh.layouts import column, row
-        from bokeh.models import Div
 
-        self._run = run
-        self._shown: tuple[object, ...] = ()
-        wide = {"sizing_mode": "stretch_width", "styles": {"overflow-x": "auto"}}
-        self._head, self._table = (Div(stylesheets=[STYLE], **wide) for _ in range(2))
-        self._sources: list[Any] = []
-        figures = [self._figure(title, label) for title, _, _, label in FIGURES]
-        self.root = column(
-            self._head,
-            row(figures, styles={"flex-wrap": "wrap"}),
-            self._table,
-            sizing_mode="stretch_width",
+def _scores(rows: Sequence[Mapping[str, Any]], name: str) -> list[Curve]:
+    """Return the curves of a score by epoch, in training and on validation data."""
+    epochs = np.array([row["epoch"] for row in rows], np.float64)
+    return [
+        Curve(
+            label,
+            color,
+            epochs,
+            np.array([row.get(column, math.nan) for row in rows], np.float64),
+            width=3.0,
         )
-
-    def _figure(self, title: str, label: str) -> Any:
-        from bokeh.models import ColumnDataSource, HoverTool
-        from bokeh.plotting import figure
-
-        source = ColumnDataSource(_data_of(()), name=title)
-        self._sources.append(source)
-        plot = figure(title=title, width=400, height=220, tools="pan,wheel_zoom,reset")
-        plot.xaxis.axis_label = label
-        lines = plot.multi_line(
-            "x", "y", line_color="color", line_width="width", source=source
+        for column, label, color in (
+            (name, "all replicas", INK),
+            (f"val_{name}", "validation", RED),
         )
-        plot.scatter("last_x", "last_y", color="color", size=5, source=source)
-        tips = [("", "@name"), ("", "$snap_x, $snap_y")]
-        hover = HoverTool(tooltips=tips, renderers=[lines], line_policy="nearest")
-        plot.add_tools(hover)
-        return plot
-
-    def update(self, now: float) -> None:
-        """Show the present state of the run."""
-        run = self._run
-        self._head.text = heading(run, now)
-        version = run.version, run.members.generation, run.over
-        if version == self._shown:
-            return
-        self._shown = version
-        self._table.text = replica_table(run)
-        for source, curves in zip(self._sources, curves_of(run), strict=True):
-            source.data = _data_of(curves)
+    ]
 
 
-def _data_of(curves: Sequence[Curve]) -> dict[str, Any]:
-    """Return the data of a figure's source: a row for each curve."""
-    data = {name: [getattr(curve, name) for curve in curves] for name in Curve._fields}
-    last = {f"last_{axis}": [points[-1] for points in data[axis]] for axis in "xy"}
-    return {**data, **last}
+class PageHandler(RequestHandler):  # type: ignore[misc]  # tornado is untyped
+    """Answers with the page, which then asks for the runs."""
+
+    def get(self) -> None:
+        self.set_header("Content-Type", "text/html; charset=utf-8")
+        self.finish(_page())
 
 
-def _add_page(dashboard: Dashboard, scheduler: Any, prefix: str) -> None:
-    """Add the page to a scheduler's dashboard, and a link to it to the menu."""
-    from bokeh.layouts import column
-    from bokeh.models import Div
-    from bokeh.themes import Theme
-    from distributed.dashboard.components.scheduler import env
-    from distributed.dashboard.core import BokehApplication
-    from distributed.dashboard.scheduler import template_variables
-    from tornado.ioloop import IOLoop
+@functools.cache
+def _page() -> bytes:
+    return PAGE.read_bytes()
 
-    variables = template_variables(scheduler)  # shared with Dask's own pages
-    if PATH not in variables["pages"]:
-        variables["pages"].append(PATH)
-    loop = asyncio.get_running_loop()
 
-    def page(_: Any, extra: Mapping[str, Any], document: Any) -> None:
-        empty = Div(text="<p>No run in progress, and none within the last hour.</p>")
-        root = column(empty, sizing_mode="stretch_width", name=PATH)
-        sections: dict[RunView, _Section] = {}
+class RunsHandler(RequestHandler):  # type: ignore[misc]
+    """Answers with the head of each run."""
 
-        def update() -> None:
-            runs = [*reversed(dashboard.runs.values())]
-            for gone in sections.keys() - set(runs):
-                del sections[gone]
-            for run in runs:
-                if run not in sections:
-                    sections[run] = _Section(run)
-                sections[run].update(loop.time())
-            newest = [sections[run].root for run in runs] or [empty]
-            if root.children != newest:
-                root.children = newest
+    def initialize(self, dashboard: Dashboard, clock: Callable[[], float]) -> None:
+        self.dashboard, self.clock = dashboard, clock
+        self.set_header("Content-Type", "application/json")
+        self.set_header("Cache-Control", "no-store")
 
-        update()
-        document.add_root(root)
-        document.add_periodic_callback(update, UPDATE_MS)
-        document.title = "daskdl"
-        document.template = env.from_string(TEMPLATE)
-        document.template_variables.update(extra)
-        document.theme = Theme(json=THEME)
+    def get(self) -> None:
+        self.finish(self.dashboard.answer(self.clock()))
 
-    application = BokehApplication(
-        {f"/{PATH}": page}, scheduler, prefix=prefix, template_variables=variables
-    )
-    application.initialize(IOLoop.current())
-    scheduler.http_application.add_application(application)
-    application.start()
+
+class RunHandler(RunsHandler):
+    """Answers with the section of a run; without content if the run has gone."""
+
+    def get(self, run: str) -> None:  # type: ignore[override]
+        answer = self.dashboard.answer_of(run, self.clock())
+        if answer is None:
+            self.set_status(204)
+            self.clear_header("Content-Type")
+        self.finish(answer)

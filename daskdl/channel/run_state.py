@@ -277,6 +277,7 @@ class RunState:
         barriers: Open barriers, by key; a key may be used again.
         stopped: Reason why the run was stopped; None while it runs.
         deserted: Whether it was stopped because no replica was left to train.
+        failed: Whether it was stopped by an error.
         refused: Number of messages that could not be read.
         epoch: Current epoch, counted from 0.
         interval: Current sync interval, counted from 0 over all epochs.
@@ -294,6 +295,7 @@ class RunState:
     barriers: dict[str, BarrierState]
     stopped: str | None
     deserted: bool
+    failed: bool
     refused: int
     epoch: int
     interval: int
@@ -314,7 +316,7 @@ class RunState:
         }
         self.barriers = {}
         self.stopped = None
-        self.deserted = False
+        self.deserted = self.failed = False
         self.refused = 0
         self.epoch = spec.first_epoch
         self.interval = 0
@@ -878,6 +880,7 @@ class RunState:
     def give_up(self, error: DaskDLError) -> None:
         """End the run with an error that no replica's code has caused."""
         if self.stopped is None:
+            self.failed = True
             kind, summary = type(error).__name__, str(error)
             fields = {"deserted": True} if self.deserted else {}
             self.post("failed", type=kind, summary=summary, **fields)
@@ -896,6 +899,7 @@ class RunState:
                 summary=shown(summary, 500),
             )
             return
+        self.failed = self.failed or self.stopped is None
         self.post("failed", replica=replica, worker=member.worker, **failure)
         self.stop(f"replica {replica} failed: {summary}")
 

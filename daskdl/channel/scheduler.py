@@ -17,7 +17,7 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from typing_extensions import override
 
-from daskdl.channel.dashboard import Dashboard, RunView
+from daskdl.channel.dashboard import Announced, Dashboard, RunView
 from daskdl.channel.leasing import Lease, RunSpec
 from daskdl.channel.protocol import (
     AGREED,
@@ -172,6 +172,7 @@ WATCHDOG_S = 0.25
 GRACE_S = 3.0  # for the replicas of a closing worker to flush, which waits 2 s at most
 MOST_REPLICAS = 1000  # per worker
 DESCRIBE_S = 5.0  # longest time for a worker to say what its replicas do
+FINISHED = "the run was closed"  # why a run stops that its client closes
 LONGEST_S = 3600.0  # longest wait of a client for events; usually a few seconds
 
 
@@ -203,7 +204,7 @@ class LiveRun:
     ) -> None:
         self._transport = transport
         self.state = RunState(spec, self.now())
-        self.record = dashboard.open(spec, self.state.members, self.now())
+        self.record = dashboard.open(self.state, self.now())
         self.client = client
         self.hanging = set()
         self.send_loops = {}
@@ -779,6 +780,17 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     # ---- requests of a client
 
+    def announce(
+        self, run: int, client: str, name: str, title: str, state: str | None
+    ) -> None:
+        """Show a run that opens soon; None: it does not any more."""
+        if state is None or not self._transport.has_client(client):
+            self.dashboard.announced.pop(run, None)
+        elif run not in self.dashboard.runs:
+            self.dashboard.announced[run] = Announced(
+                client, shown(name), shown(title), shown(state)
+            )
+
     async def handle_open(self, spec: Mapping[str, Any], client: str) -> Fields:
         """Open a run for a client."""
         if not self._transport.has_client(client):
@@ -802,7 +814,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         """Close a run for its client and remove its state."""
         if run in self.runs:
             check_secret(secret, self.runs[run].state.spec.secret)
-        still_here = await self._close(run, "the run was closed")
+        still_here = await self._close(run, FINISHED)
         return {"status": Answer.OK.value, "still_here": still_here}
 
     async def _close(self, run: int, reason: str, wait_s: float = 0.0) -> str:
@@ -810,13 +822,13 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         if run not in self.runs:
             return ""
         live = self.runs[run]
+        finished = live.state.stopped is None and reason == FINISHED
         still_here = await live.close(reason, wait_s)
         if self.runs.get(run) is live:  # else it was closed twice
             del self.runs[run]
             self._set_pace()
-            why = live.state.stopped or reason
-            self.dashboard.end(run, why, self._transport.loop)
-            logger.info("run %s is closed: %s", live.state.spec.label, why)
+            self.dashboard.end(run, self._transport.loop, finished=finished)
+            logger.info("run %s: %s", live.state.spec.label, live.state.stopped)
         return still_here
 
     async def handle_describe(self) -> Fields:
@@ -868,6 +880,9 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     def client_removed(self, client: str) -> None:
         """Stop the runs of a client that is gone."""
+        announced = self.dashboard.announced
+        for run in [r for r, coming in announced.items() if coming.client == client]:
+            del announced[run]
         for run, live in list(self.runs.items()):
             if live.client == client:
                 task = asyncio.ensure_future(self._abandon(run, live))
@@ -877,7 +892,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     @override
     async def before_close(self) -> None:
         for run in list(self.runs):
-            await self._close(run, "the run was closed")
+            await self._close(run, "the scheduler closes")
         self.dashboard.forget()
 
     async def _abandon(self, run: int, live: LiveRun) -> None:

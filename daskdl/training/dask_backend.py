@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import (
     Awaitable,
+    Callable,
     Iterable,
     Iterator,
     Mapping,
@@ -138,6 +139,42 @@ def train_replica(
     finally:
         store.close()
         channel.leave(retires=channel.closing and not finished)
+
+
+def announcer(
+    client: Client, run: int, name: str, title: str
+) -> Callable[[str | None], None]:
+    """Let the dashboard show a run before it opens, if the scheduler has one already.
+
+    Args:
+        client: Client of the cluster.
+        run: Id of the run.
+        name: Name of the run.
+        title: Describes the model.
+
+    Returns:
+        A function that says, without waiting, what the run does before it opens; None:
+        it will not open. Any thread.
+    """
+    in_order = asyncio.Lock()
+
+    # Pickled by value: the scheduler may lack daskdl, and must not import torch.
+    def announce(state: str | None, client_id: str, dask_scheduler: Any = None) -> None:
+        plugin = dask_scheduler.extensions.get(NAME)
+        if hasattr(plugin, "announce"):
+            plugin.announce(run, client_id, name, title, state)
+
+    async def send(state: str | None) -> None:
+        async with in_order:
+            # A lost scheduler is reported by the next request.
+            with contextlib.suppress(OSError):
+                if client.status == "running":
+                    await client.run_on_scheduler(announce, state, client.id)
+
+    def say(state: str | None) -> None:
+        client.loop.add_callback(send, state)
+
+    return say
 
 
 def merge_packed(results: Sequence[Packed[FitResult]]) -> Packed[FitResult]:

@@ -17,7 +17,6 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -94,7 +93,7 @@ from daskdl.training.backend import (
 from daskdl.training.base import Parameters, checksum_of, trained_in
 from daskdl.training.checkpointing import ResumePlan, checkpoints_of
 from daskdl.training.console import is_watched, messages_above_bars
-from daskdl.training.dask_backend import assign_workers, dask_backend
+from daskdl.training.dask_backend import announcer, assign_workers, dask_backend
 from daskdl.training.epoch_control import (
     EvaluationPlan,
     LearningRate,
@@ -177,6 +176,7 @@ class FitRun:
         self.classes = self.result = None
         name = f"{type(model).__name__} {time.strftime('%Y-%m-%d %H:%M:%S')}"
         self._spec = replace(spec, name=spec.name or name)
+        self._run_id = secrets.randbits(RUN_BITS)
         self._model = model
         self._state = state
         self._resume = resume
@@ -208,11 +208,23 @@ class FitRun:
         else:
             PackedModel(model)  # raises here if the model cannot be pickled
         known = all(is_known(source) for source in sources.values())
-        with nullcontext() if client is False else installed_meanwhile(client):
-            accepted = self._dry_run(sources) if known else None
-        counted = _counted(sources, spec, client)
-        run, evaluation = accepted or self._dry_run(counted)
         with contextlib.ExitStack() as stack:
+            if client is False:
+                accepted = self._dry_run(sources) if known else None
+            else:
+                title = type(model).__name__
+                say = announcer(client, self._run_id, spec.name or "", title)
+                stack.push(lambda kind, *_: say(None) if kind is not None else None)
+
+                def waiting(count: int, workers: int) -> None:
+                    where = count_of(workers, "worker")
+                    say(f"importing torch on {count} of {where}")
+
+                with installed_meanwhile(client, waiting):
+                    accepted = self._dry_run(sources) if known else None
+                say("preparing data and model")
+            counted = _counted(sources, spec, client)
+            run, evaluation = accepted or self._dry_run(counted)
             prepared = _prepared(counted, spec, client, run.labels)
             ready = stack.enter_context(prepared)
             train, size = ready["train"], spec.read.batch_size
@@ -351,7 +363,7 @@ class FitRun:
         ]
         return ReplicaSpec(
             **{**vars(spec), "callbacks": callbacks, "metrics": None},
-            run=secrets.randbits(RUN_BITS),
+            run=self._run_id,
             model=self._model,
             start=None if resume is not None else state.start(spec.scheduling),
             epochs_before=state.epochs,

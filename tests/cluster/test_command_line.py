@@ -122,7 +122,9 @@ def test_a_run_that_hangs_is_explained(client):
 
     run, first, second, why = lines
     assert re.fullmatch(
-        r"run deep \([0-9a-f]{8}\): epoch 1, \d+ of its rows left, 2 replicas", run
+        r"run deep \([0-9a-f]{8}\): epoch 0 \(1 of 3\), \d+ of its rows left, "
+        r"2 replicas",
+        run,
     )
     stuck, waiting = sorted([first, second], key=lambda line: worker not in line)
     number = re.match(r"  replica (\d)", stuck)[1]
@@ -270,14 +272,17 @@ def test_workers_need_not_have_the_file_of_the_factory(client, folder):
     )
 
     assert (done.exit_code, done.stderr) == (0, "")
-    assert re.findall(r"epoch ./2.*(. replicas)", done.stdout) == ["2 replicas"] * 2
+    assert (
+        re.findall(r"epoch . \(. of 2\).*(. replicas)", done.stdout)
+        == ["2 replicas"] * 2
+    )
     assert done.stdout.endswith("saved in model\n")
 
 
 def trained_until_a_checkpoint(process):
     """Read the lines of epochs; the first checkpoint is complete with the third."""
     lines = [process.stdout.readline() for _ in range(3)]
-    assert lines[-1].startswith("epoch 3/1000000: ")
+    assert lines[-1].startswith("epoch 2 (3 of 1000000): ")
 
 
 RUN = ("train", "own_nets:net", "--data", "rows.npz", "--local", 1)

@@ -1,18 +1,25 @@
 """The page of daskdl on Dask's dashboard, and its numbers for Prometheus."""
 
 import asyncio
+import base64
+import json
 import logging
 import re
+import socket
+import struct
 import sys
 import threading
 import urllib.request
 from importlib.util import find_spec
-from itertools import combinations
 
+import numpy as np
 import pytest
+import torch
+from distributed.utils_test import poll_for
 from torch import nn
 
-from daskdl import Callback
+from daskdl import Callback, DaskDLError, util
+from daskdl.config import VERSION
 from tests.support.browser import needs_chromium, opened
 from tests.support.clusters import cluster_of
 from tests.support.problems import mlp, rows, trainer
@@ -50,28 +57,20 @@ def get(client, path):
 
 
 def newest(client):
-    """The models of the last run, on a page that is opened now."""
-    from bokeh.client import pull_session
-
-    session = pull_session(url=address_of(client, "daskdl"))
-    try:
-        (root,) = session.document.roots
-        return root.children[0]
-    finally:
-        session.close()
-        session._loop_until_closed()  # else its socket stays open
-
-
-def text_of(section):
-    from bokeh.models import Div
-
-    return " ".join(div.text for div in section.select({"type": Div}))
+    """The head of the last run, and what its open section has."""
+    head = json.loads(get(client, "daskdl/runs"))["runs"][0]
+    return head, json.loads(get(client, f"daskdl/runs/{head['id']}"))
 
 
 def lines_of(section, title):
-    """The values of each line of a figure, by the name of the line."""
-    (source,) = section.select({"name": title})
-    return dict(zip(source.data["name"], source.data["y"], strict=True))
+    """The values of each curve of a figure, by the name of the curve."""
+    (figure,) = [figure for figure in section["figures"] if figure["title"] == title]
+    return {
+        curve["name"]: np.frombuffer(
+            base64.b64decode(section["arrays"][curve["y"]]), "<f4"
+        )
+        for curve in figure["curves"]
+    }
 
 
 class Held(Callback):
@@ -90,6 +89,15 @@ class Held(Callback):
             assert self.released.wait(WITHIN_S)
 
 
+IMPORTED = threading.Event()
+
+
+async def imported_late():
+    """The versions in this process, once a test lets them be found."""
+    assert await asyncio.to_thread(IMPORTED.wait, WITHIN_S)
+    return {"daskdl": VERSION, "torch": torch.__version__, "error": ""}
+
+
 class OnPurposeError(Exception):
     """Raised by a callback on the workers."""
 
@@ -100,43 +108,117 @@ class FailOnPurpose(Callback):
             raise OnPurposeError("on purpose")
 
 
-def fit(client, epochs, **options):
+class Interrupt(Callback):
+    """On the client: as Ctrl-C would."""
+
+    def on_epoch_end(self, row):
+        raise KeyboardInterrupt
+
+
+def fit(client, epochs, name=None, **options):
     fitted, half = trainer(client, **options), len(X) // 2
-    fitted.fit(X, Y, epochs=epochs, batch_size=16, validation=(X[:half], Y[:half]))
+    held_out = X[:half], Y[:half]
+    fitted.fit(X, Y, epochs=epochs, batch_size=16, validation=held_out, name=name)
     return fitted
 
 
-@needs_bokeh
 @pytest.mark.timeout(MOST_S)
 class TestPage:
+    @needs_bokeh
     def test_it_is_linked_from_the_menu_and_links_back(self, watched):
         assert 'href="daskdl"' in get(watched, "status")
         assert 'href="status"' in get(watched, "daskdl")
 
     def test_it_has_the_numbers_of_a_fit(self, watched):
-        history = fit(watched, epochs=3).history_
+        history = fit(watched, epochs=3, name="deep <1>").history_
 
-        section = newest(watched)
+        head, section = newest(watched)
         losses = lines_of(section, "Loss by epoch")
-        assert list(losses["all replicas"]) == history.column("loss")
-        assert list(losses["validation"]) == history.column("val_loss")
+        assert losses["all replicas"].tolist() == pytest.approx(history.column("loss"))
+        assert losses["validation"].tolist() == pytest.approx(
+            history.column("val_loss")
+        )
         assert {"replica 0", "replica 1"} <= losses.keys()
+        accuracies = lines_of(section, "accuracy")
+        assert accuracies["validation"].tolist() == pytest.approx(
+            history.column("val_accuracy")
+        )
         assert len(lines_of(section, "Loss by step")["replica 0"]) > 0
-        text = text_of(section)
-        assert f"val_loss {history[-1]['val_loss']:,.4g}" in text
-        assert "epoch 3 of 3" in text
-        assert "the run was closed" in text
+        assert (head["name"], head["id"]) == ("deep <1>", history.run.id)
+        assert (head["phase"], head["why"]) == ("finished", "")
+        assert head["numbers"][0] == "epoch 2 (3 of 3)"
+        assert f"val_loss {history[-1]['val_loss']:,.4g}" in head["numbers"]
+        cells = [replica["cells"] for replica in section["replicas"]]
         for worker in watched.nthreads():
-            assert f"{worker}, joined at" in text
-        counts = [int(n.replace(",", "")) for n in re.findall("<td>([0-9,]+)<", text)]
-        assert sum(history.column("examples")) in map(sum, combinations(counts, 2))
+            assert any(row[-1].startswith(f"{worker}, joined at") for row in cells)
+        column = section["columns"].index("examples")
+        counts = [int(row[column].replace(",", "")) for row in cells]
+        assert sum(counts) == sum(history.column("examples"))
 
     def test_a_run_that_fails_says_why(self, watched):
         with pytest.raises(Exception, match="on purpose"):
             fit(watched, epochs=2, callbacks=[FailOnPurpose()])
 
-        text = text_of(newest(watched))
-        assert "failed: OnPurposeError: on purpose" in text
+        head, _ = newest(watched)
+        assert head["phase"] == "failed"
+        assert head["why"] == "replica 1 failed: OnPurposeError: on purpose"
+
+    def test_a_run_that_its_client_stops_says_so(self, watched):
+        with pytest.raises(KeyboardInterrupt):
+            fit(watched, epochs=2, callbacks=[Interrupt()])
+
+        head, _ = newest(watched)
+        assert head["phase"] == "stopped"
+        assert head["why"] == "the client stopped it: KeyboardInterrupt"
+
+    def test_a_fit_is_announced_while_workers_import(self, watched, monkeypatch):
+        heads = []
+
+        def look():
+            heads[:] = json.loads(get(watched, "daskdl/runs"))["runs"]
+            return heads[0]["state"] == "starting: importing torch on 2 of 2 workers"
+
+        monkeypatch.setattr(util, "version_finder", lambda: imported_late)
+        IMPORTED.clear()
+        options = {"epochs": 1, "name": "slow"}
+        fitting = threading.Thread(target=fit, args=(watched,), kwargs=options)
+        fitting.start()
+        try:
+            poll_for(look, WITHIN_S)
+        finally:
+            IMPORTED.set()
+            fitting.join()
+
+        assert heads[0]["name"] == "slow"
+        head, _ = newest(watched)
+        assert (head["id"], head["phase"]) == (heads[0]["id"], "finished")
+
+    def test_a_fit_that_is_refused_is_announced_no_more(self, watched):
+        labels = np.full(len(X), 99)
+
+        with pytest.raises(DaskDLError):
+            trainer(watched).fit(X, labels, name="refused")
+
+        def gone():
+            heads = json.loads(get(watched, "daskdl/runs"))["runs"]
+            return "refused" not in {head["name"] for head in heads}
+
+        poll_for(gone, WITHIN_S)
+
+    def test_a_tab_that_leaves_early_leaves_no_message(self, watched, caplog):
+        fit(watched, epochs=1)
+        host, _, port = address_of(watched, "").split("/")[2].partition(":")
+        run = newest(watched)[0]["id"]
+
+        for path in ("daskdl", "daskdl/runs", f"daskdl/runs/{run}", "daskdl/runs/0"):
+            for _ in range(5):
+                with socket.create_connection((host, int(port))) as tab:
+                    reset = struct.pack("ii", 1, 0)
+                    tab.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                    tab.sendall(f"GET /{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        newest(watched)  # the requests before have been answered
+
+        assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
     @pytest.mark.slow
     @needs_chromium
@@ -149,37 +231,58 @@ class TestPage:
                 colours = []
                 for scheme in ("light", "dark"):
                     await page.prefer(scheme)
-                    text = await page.until(loss, "Daskdl", within_s=WITHIN_S)
+                    text = await page.until(loss, "daskdl", within_s=WITHIN_S)
                     colour = await page.value("getComputedStyle(document.body).color")
                     colours.append(colour)
-                return text, colours, await page.value(CANVASES)
+                return text, colours
 
-        text, colours, canvases = asyncio.run(look())
-        assert "epoch 2 of 2" in text
+        text, colours = asyncio.run(look())
+        assert "epoch 1 (2 of 2)" in text
         light, dark = (sum(map(int, re.findall(r"\d+", colour))) for colour in colours)
         assert light < 3 * 64 < 3 * 192 < dark  # of the text
-        assert canvases >= 9  # one for each figure
+
+    @pytest.mark.parametrize("width", [1300, 900, 400])
+    @needs_chromium
+    def test_nothing_is_cut_off_or_covered(self, watched, tmp_path, width):
+        history = fit(watched, epochs=3, name="deep").history_
+        address = address_of(watched, f"daskdl#run-{history.run.id}")
+
+        async def look():
+            async with opened(address, tmp_path) as page:
+                await page.prefer("light", width=width)
+                await page.until("Loss by epoch", "accuracy", within_s=WITHIN_S)
+                return await page.value(OVERLAPS)
+
+        seen = asyncio.run(look())
+        assert seen["figures"] >= 9
+        assert (seen["overlaps"], seen["wider"]) == ([], 0)
 
     @needs_chromium
     def test_a_run_appears_on_a_page_that_is_open_and_goes_on(self, watched, tmp_path):
         held = Held(epoch=1)
         options = {"epochs": 3, "callbacks": [held], "model": Appears()}
+        fit(watched, epochs=1, name="before")
 
         async def look():
             async with opened(address_of(watched, "daskdl"), tmp_path) as page:
-                before = await page.until("Daskdl", within_s=WITHIN_S)
+                before = await page.until("before", within_s=WITHIN_S)
                 assert "Appears" not in before
+                assert await page.value(OPEN) == []  # ended runs are a line each
                 fitting = asyncio.create_task(
                     asyncio.to_thread(fit, watched, **options)
                 )
                 try:
-                    during = "Appears", "training for"
+                    during = "Appears", "training for", "Loss by step"
                     await page.until(*during, within_s=WITHIN_S)
+                    (name,) = await page.value(OPEN)
+                    assert name.startswith("Appears ")
                 finally:
                     held.released.set()
                     await fitting
-                after = "Appears", "ended after", "epoch 3 of 3"
+                after = "Appears", "finished after", "epoch 2 (3 of 3)"
                 await page.until(*after, within_s=WITHIN_S)
+                fetched = await page.value(FETCHED)
+                assert len(fetched) == 1  # no section but the open one
 
         asyncio.run(look())
 
@@ -191,18 +294,32 @@ class Appears(nn.Sequential):
         super().__init__(*mlp())
 
 
-# The number of canvases on the page, those in shadow trees included.
-CANVASES = """(() => {
-  const count = node => (node.nodeName === "CANVAS" ? 1 : 0)
-    + (node.shadowRoot ? count(node.shadowRoot) : 0)
-    + [...node.childNodes].reduce((sum, child) => sum + count(child), 0);
-  return count(document.body);
+# Names of the runs whose sections are open.
+OPEN = """[...document.querySelectorAll("details[open] strong")]
+  .map(name => name.textContent)"""
+# Paths of the sections that the page has asked for.
+FETCHED = """[...new Set(performance.getEntriesByType("resource")
+  .map(entry => new URL(entry.name).pathname)
+  .filter(path => path.startsWith("/daskdl/runs/")))]"""
+# Pairs of figures that overlap, and pixels by which the page is wider than its window.
+OVERLAPS = """(() => {
+  const figures = [...document.querySelectorAll("figure")];
+  const boxes = figures.map(figure => figure.getBoundingClientRect());
+  const overlaps = [];
+  for (let i = 0; i < boxes.length; i++) for (let j = 0; j < i; j++) {
+    const [a, b] = [boxes[i], boxes[j]];
+    if (a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
+      overlaps.push([i, j]);
+  }
+  const root = document.documentElement;
+  const wider = Math.max(0, root.scrollWidth - innerWidth);
+  return {figures: figures.length, overlaps, wider};
 })()"""
 
 
 @needs_prometheus
 def test_metrics_have_the_numbers_of_a_fit(watched):
-    history = fit(watched, epochs=2).history_
+    history = fit(watched, epochs=2, name='deep "1"').history_
 
     lines = get(watched, "metrics").splitlines()
     matches = [re.fullmatch(r"dask_daskdl_(\w+)\{(.*)\} (\S+)", line) for line in lines]
@@ -218,26 +335,21 @@ def test_metrics_have_the_numbers_of_a_fit(watched):
         counted = sum(value for name, value in values if name == f"{total}_total")
         assert counted == sum(history.column(total)), total
     assert ("epoch", 1.0) in values
-    assert ("replicas_failed", 0.0) in values
+    assert ("replicas_failed_total", 0.0) in values
+    names = {labels.partition('name="')[2] for _, labels, _ in samples if run in labels}
+    assert all(name.startswith('deep \\"1\\""') for name in names)
 
 
 def without_bokeh():
-    """Epochs of two fits, what was logged, and what was imported nevertheless."""
+    """The page and the numbers of a fit, and what was imported nevertheless."""
     sys.modules.update(dict.fromkeys(["bokeh", "prometheus_client"]))
-    messages, logger = [], logging.getLogger("daskdl")
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     with cluster_of(1, processes=False) as client:
-        epochs = [len(fit(client, epochs=1).history_) for _ in range(2)]
+        epochs = len(fit(client, epochs=1).history_)
+        page, (head, _) = get(client, "daskdl"), newest(client)
     names = "bokeh.", "prometheus_client."
-    return epochs, messages, [name for name in sys.modules if name.startswith(names)]
+    imported = [name for name in sys.modules if name.startswith(names)]
+    return epochs, page[:15], head["phase"], imported
 
 
-def test_without_bokeh_a_line_of_the_log_says_so_once_and_the_fit_works():
-    epochs, messages, imported = in_a_fork(without_bokeh)
-
-    assert (epochs, imported) == ([1, 1], [])
-    (line,) = [line for line in messages if "bokeh is not inst" in line]
-    assert "pip install daskdl[dashboard]" in line
+def test_the_page_needs_neither_bokeh_nor_prometheus():
+    assert in_a_fork(without_bokeh) == (1, "<!DOCTYPE html>", "finished", [])

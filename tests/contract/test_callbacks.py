@@ -143,7 +143,7 @@ def test_an_epoch_has_a_line_with_its_scores(progress, stream):
     progress.on_epoch_end({**ROW, "val_loss": 0.5, "val_accuracy": 0.875})
 
     assert stream.getvalue() == (
-        "epoch 2/9: loss 0.2500, val_loss 0.5000, val_accuracy 0.8750, 61.0 s, "
+        "epoch 1 (2 of 9): loss 0.2500, val_loss 0.5000, val_accuracy 0.8750, 61.0 s, "
         "1 replica\n"
     )
 
@@ -151,7 +151,10 @@ def test_an_epoch_has_a_line_with_its_scores(progress, stream):
 def test_a_line_has_what_a_step_logs(progress, stream):
     progress.on_epoch_end({**ROW, "density": 0.5, "kl": 0.125, "val_kl": NAN})
 
-    assert stream.getvalue() == "epoch 2/9: loss 0.2500, kl 0.1250, 61.0 s, 1 replica\n"
+    assert (
+        stream.getvalue()
+        == "epoch 1 (2 of 9): loss 0.2500, kl 0.1250, 61.0 s, 1 replica\n"
+    )
 
 
 def test_the_last_line_says_why_a_fit_was_stopped(progress, stream):

@@ -123,7 +123,7 @@ def test_a_trainer_is_trained_on_files_and_saved(nets):
 
     assert (done.exit_code, done.stderr) == (0, "")
     assert re.fullmatch(
-        r"epoch 1/1: loss \d.*, 1 replica\nsaved in model\n", done.stdout
+        r"epoch 0 \(1 of 1\): loss \d.*, 1 replica\nsaved in model\n", done.stdout
     )
     model = torch.nn.Linear(64, 32)
     loaded = daskdl.Trainer.load(nets / "model", model=model, client=False)
@@ -306,8 +306,11 @@ def test_a_run_is_resumed(nets):
     first = call(*same, "--resume", "--epochs", 1)
     then = call(*same, "--resume", "--epochs", 3, "--every", "2")
 
-    assert first.stdout.startswith("epoch 1/1: ")
-    assert re.findall(r"epoch ./3", then.stdout) == ["epoch 2/3", "epoch 3/3"]
+    assert first.stdout.startswith("epoch 0 (1 of 1): ")
+    assert re.findall(r"epoch (. \(. of 3\))", then.stdout) == [
+        "1 (2 of 3)",
+        "2 (3 of 3)",
+    ]
 
 
 def test_an_interrupted_run_says_where_to_resume(nets):

@@ -44,7 +44,6 @@ OUTSIDE = {
     "callbacks": {"dask", "torch", "tqdm", "typing_extensions"},
     "compression": {"llvmlite", "numba", "numpy", "torch", "typing_extensions"},
     "channel": {
-        "bokeh",
         "dask",
         "distributed",
         "msgspec",

@@ -355,9 +355,9 @@ def test_the_commands_on_their_page_run(tmp_path):
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "digits.html").read_text().startswith("<!DOCTYPE html>")
-    for text in (": ok (", "val_accuracy", "epoch 2/2", "workers  efficiency"):
+    for text in (": ok (", "val_accuracy", "epoch 1 (2 of 2)", "workers  efficiency"):
         assert text in done.stdout
-    assert "epoch 1/2" not in done.stdout
+    assert "epoch 0 (1 of 2)" not in done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -240,7 +240,7 @@ def test_the_printer_sees_a_fit(capsys):
     fitted.fit(X, Y, epochs=2, validation=rows(seed=5))
 
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("epoch 1/2: loss ")
+    assert first.startswith("epoch 0 (1 of 2): loss ")
     assert second.endswith(", 2 replicas")
     assert "val_accuracy" in second
 
@@ -328,7 +328,9 @@ def test_messages_do_not_share_the_line_of_the_bar(capsys):
     lines = lines_on_a_terminal(capsys.readouterr().err)
     for epoch in range(2):
         assert {f"logged in epoch {epoch}", f"bare in epoch {epoch}"} <= {*lines}
-        assert any(line.startswith(f"epoch {epoch + 1}/2: loss") for line in lines)
+        assert any(
+            line.startswith(f"epoch {epoch} ({epoch + 1} of 2): loss") for line in lines
+        )
     assert sum("epoch=1, loss=" in line for line in lines) == 1  # the bar itself
     assert (handler.stream, logging.lastResort) == (sys.stderr, last)
 

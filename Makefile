@@ -93,7 +93,7 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.names
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet, warnings do not count
 
 SOME := single ddp ddp-powersgd post-local-sgd daskdl daskdl-16
 

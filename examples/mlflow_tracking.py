@@ -1,4 +1,9 @@
-"""A callback that tracks fits with MLflow, in a local store; needs mlflow."""
+"""How do I track fits with MLflow?
+
+A callback on the client reports each epoch, here in a local store. Needs mlflow.
+
+Run:  python examples/mlflow_tracking.py [store]
+"""
 
 import math
 import sys

@@ -1,4 +1,9 @@
-"""A callback that tracks fits with Weights & Biases, offline; needs wandb."""
+"""How do I track fits with Weights & Biases?
+
+A callback on the client reports each epoch, here offline. Needs wandb.
+
+Run:  python examples/wandb_tracking.py [folder]
+"""
 
 import sys
 

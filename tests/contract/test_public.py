@@ -32,6 +32,20 @@ PUBLIC = {
     if name != "__version__"
 }
 
+# The names that the reference documents, each with its page.
+DOCUMENTED = [
+    (name, path.name)
+    for path in (DOCS / "api").glob("*.md")
+    for name in re.findall(r"^::: daskdl\.(\S+)$", path.read_text(), re.M)
+]
+
+
+def first_line(value) -> str:
+    """What a docstring says first; references are code."""
+    line, *_ = value.__doc__.splitlines()
+    line = re.sub(r":\w+:(?=`)", "", line.rstrip(".")).replace("``", "`")
+    return line.replace("|", r"\|")
+
 
 def table(page: str, heading: str) -> dict[str, list[str]]:
     """Rows of the first table after a heading, by their first cell in backticks."""
@@ -53,9 +67,21 @@ def test_the_package_has_public_names_only():
 
 
 def test_the_reference_documents_the_public_names_and_no_others():
-    documented = re.findall(r"^::: daskdl\.(\S+)$", (DOCS / "api.md").read_text(), re.M)
+    names = [name for name, _ in DOCUMENTED]
 
-    assert sorted(documented) == sorted([*PUBLIC, "__version__"])
+    assert sorted(names) == sorted([*PUBLIC, "__version__"])
+
+
+def test_the_overview_of_the_reference_describes_each_public_name():
+    lines = [
+        f"| [`{name}`]({page}#daskdl.{name}) | {first_line(PUBLIC[name])} |"
+        for name, page in DOCUMENTED
+        if name in PUBLIC
+    ]
+
+    written = re.findall(r"^\| \[`.*$", (DOCS / "api" / "index.md").read_text(), re.M)
+
+    assert sorted(written) == sorted(lines)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -91,7 +117,7 @@ def test_every_public_method_is_documented(name):
     ],
 )
 def test_the_reference_lists_the_columns(heading, columns):
-    rows = table("api.md", heading)
+    rows = table("api/history.md", heading)
 
     assert {
         name: cells[0].replace("\\|", "|") for name, cells in rows.items()

@@ -24,7 +24,7 @@ from tests.support.public_files import (
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 LIMIT_S = 600  # a busy machine may take many times as long as an idle one
 pytestmark = pytest.mark.timeout(LIMIT_S + 30)
@@ -54,6 +54,19 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
 
 
+def path_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def script_at(path: Path):
+    """The module of a file that is in no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # pickle looks for classes there
+    spec.loader.exec_module(module)
+    return module
+
+
 def included(page: Path) -> set[str]:
     return set(re.findall(r'^--8<-- "([^":]+)', page.read_text(), re.M))
 
@@ -64,12 +77,7 @@ def number(line: str) -> float:
 
 @pytest.fixture
 def strategies():
-    path = EXAMPLES / "own_strategies.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # pickle looks for the classes there
-    spec.loader.exec_module(module)
-    return module
+    return script_at(EXAMPLES / "own_strategies.py")
 
 
 def test_every_example_is_run_here():
@@ -294,7 +302,7 @@ def test_the_readme_trains(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES[1:] if python_blocks(p)], ids=lambda p: p.name
+    "page", [p for p in PAGES[1:] if python_blocks(p)], ids=path_of
 )
 def test_the_code_on_a_page_runs(page, tmp_path):
     script = tmp_path / "page.py"
@@ -306,11 +314,7 @@ def test_the_code_on_a_page_runs(page, tmp_path):
 def test_the_notebook_is_the_tutorial_and_runs():
     page = ROOT / "docs" / "tutorial.md"
     path = page.with_suffix(".ipynb")
-    spec = importlib.util.spec_from_file_location(
-        "notebook", page.parent / "notebook.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = script_at(page.parent / "notebook.py")
     read = nbformat.reads(path.read_text(), 4)
 
     ran = NotebookClient(read, timeout=LIMIT_S, resources={"metadata": {"path": ROOT}})
@@ -360,7 +364,7 @@ def test_the_commands_on_their_page_run(tmp_path):
     assert "epoch 0 (1 of 2)" not in done.stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
 def test_the_included_and_linked_files_of_a_page_exist(page):
     linked = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
 
@@ -386,3 +390,15 @@ def test_every_example_is_shown_on_a_page():
     shown = set().union(*(included(page) for page in PAGES))
 
     assert shown == {f"examples/{path.name}" for path in EXAMPLES.glob("*.py")}
+
+
+def test_the_gallery_has_every_example_and_its_picture():
+    gallery = script_at(ROOT / "docs" / "gallery.py")
+    written = gallery.PAGE.read_text()
+
+    listed = [name for names in gallery.GROUPS.values() for name in names]
+
+    assert sorted(listed) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    assert written == gallery.page(), "run docs/gallery.py"
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", written)
+    assert {Path(picture).stem for picture in pictures} == gallery.PICTURES.keys()

@@ -5,14 +5,17 @@ example is run as a script, and what its trainers did is recorded and drawn.
 
 Run:  python docs/gallery.py                       # the page
       python docs/gallery.py NAME [ARGUMENT ...]   # the picture of an example
+      python docs/gallery.py landing               # the picture of the landing page
 """
 
 import ast
 import contextlib
 import functools
 import io
+import os
 import re
 import runpy
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -280,6 +283,26 @@ def image_folder(ran: Run) -> Any:
     return drawn
 
 
+def xarray_forecast(ran: Run) -> Any:
+    """A map of today, and the map of tomorrow as it was and as it was forecast."""
+    import torch
+    import xarray as xr
+
+    with tempfile.TemporaryDirectory() as folder:
+        ran.names["write_maps"](f"{folder}/maps.zarr")
+        stored = xr.open_zarr(f"{folder}/maps.zarr", consolidated=False)
+        today, tomorrow = torch.from_numpy(stored.temperature[-2:].to_numpy())
+    with torch.no_grad():
+        (forecast,) = ran.trainers()[0].model_(today[None])
+    maps = {"today": today, "tomorrow": tomorrow, "forecast of tomorrow": forecast}
+    drawn = figure()
+    for axes, (title, values) in zip(drawn.subplots(3), maps.items(), strict=True):
+        axes.imshow(values, cmap="RdBu_r", vmin=-4, vmax=4, origin="lower")
+        axes.set_title(title)
+        axes.axis("off")
+    return drawn
+
+
 def keras_model(ran: Run) -> Any:
     """Three digits with the predicted probabilities of each class."""
     (((X,), predicted),) = ran.results("predict")
@@ -350,6 +373,7 @@ PICTURES = {
         dask_array,
         evaluate,
         image_folder,
+        xarray_forecast,
         keras_model,
         score_anomalies,
         own_strategies,
@@ -357,12 +381,132 @@ PICTURES = {
     )
 }
 
+# ---- the picture of the landing page
+
+KINDS = {
+    "training": BLUE,
+    "exchanging": GREEN,
+    "waiting": "#E69F00",
+    "other": "#999999",
+}
+KILLED_AFTER, EPOCHS = 3, 10
+BINS = 160
+
+
+def network() -> Any:
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def landing_history() -> Any:
+    """Train on three workers, of which one is killed, and started again by Dask."""
+    import torch
+    from dask.distributed import Client
+
+    import daskdl
+
+    class Kill(daskdl.Callback):
+        def on_epoch_end(self, row: Any) -> None:
+            if row["epoch"] == KILLED_AFTER:
+                os.kill(victim, signal.SIGKILL)
+
+    X = torch.randn(60_000, 64, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    y = network()(X).argmax(dim=1)
+    with Client(n_workers=3, threads_per_worker=1) as client:
+        *_, victim = client.run(os.getpid).values()
+        trainer = daskdl.Trainer(
+            network, "cross_entropy", "sgd", lr=0.05, client=client, callbacks=[Kill()]
+        )
+        return trainer.fit(X, y, epochs=EPOCHS, validation=0.1)
+
+
+def kind_of(activity: str) -> str:
+    if activity.startswith("wait_"):
+        return "waiting"
+    return {"compute": "training", "exchange": "exchanging"}.get(activity, "other")
+
+
+def shares(history: Any, replica: int, edges: Any) -> dict[str, Any]:
+    """The share of each interval of time that a replica spends on each kind."""
+    spans = [row for row in history.timeline if row["replica"] == replica]
+    seconds = {kind: np.zeros(len(edges) - 1) for kind in KINDS}
+    for row in spans:
+        start, end = row["start"], row["end"]
+        within = np.minimum(end, edges[1:]) - np.maximum(start, edges[:-1])
+        for activity, spent in row.items():
+            if activity not in ("replica", "start", "end"):
+                seconds[kind_of(activity)] += spent * within.clip(0) / (end - start)
+    return {kind: spent / np.diff(edges) for kind, spent in seconds.items()}
+
+
+def landing(history: Any, background: str) -> Any:
+    """Draw losses over time, and what each replica does."""
+    times = np.cumsum(history.column("seconds"))
+    edges = np.linspace(0, times[-1], BINS + 1)
+    replicas = sorted(history.run.replicas.items())
+    drawn = figure(height=4.6)
+    drawn.set_facecolor(background)
+    losses, lanes = drawn.subplots(2, 1, sharex=True, height_ratios=(3, 4))
+    losses.plot(times, history.column("loss"), color=BLUE, label="training")
+    losses.plot(times, history.column("val_loss"), color=ORANGE, label="validation")
+    losses.set(title="loss", ylim=(0, None))
+    losses.legend()
+    for lane, (replica, record) in enumerate(replicas):
+        bottom = np.full(BINS, -lane, float)
+        for kind, share in shares(history, replica, edges).items():
+            top = bottom + 0.8 * share
+            lanes.bar(
+                edges[:-1],
+                top - bottom,
+                np.diff(edges),
+                bottom,
+                align="edge",
+                color=KINDS[kind],
+                label=kind if lane == 0 else None,
+            )
+            bottom = top
+        middle = 0.4 - lane
+        if record["joined"] > times[0]:
+            lanes.text(record["joined"], middle, "joins ", ha="right", va="center")
+        if record["left"] is not None and record["left"] < times[-2]:
+            lanes.text(record["left"], middle, " killed", va="center")
+    lanes.set_yticks(
+        [0.4 - lane for lane in range(len(replicas))],
+        [f"replica {replica}" for replica, _ in replicas],
+    )
+    lanes.set(xlabel="seconds", xlim=(0, times[-1]))
+    lanes.tick_params(left=False)
+    lanes.spines["left"].set_visible(False)
+    handles, labels = lanes.get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower center", ncols=len(KINDS))
+    for axes in drawn.axes:
+        axes.set_facecolor(background)
+    return drawn
+
+
+SCHEMES = {"light": ("#24292f", "#ffffff"), "dark": ("#d5d9e2", "#1e2129")}
+COLORED = (
+    "text.color",
+    "axes.labelcolor",
+    "axes.edgecolor",
+    "xtick.color",
+    "ytick.color",
+)
+
 
 def main(name: str | None = None, *arguments: str) -> None:
     import matplotlib as mpl
 
     if name is None:
         PAGE.write_text(page())
+    elif name == "landing":
+        history = landing_history()
+        for scheme, (color, background) in SCHEMES.items():
+            with mpl.rc_context(STYLE | dict.fromkeys(COLORED, color)):
+                drawn = landing(history, background)
+                write(drawn, IMAGES / f"landing_{scheme}.png")
     else:
         with mpl.rc_context(STYLE):
             drawn = PICTURES[name](run(name, *arguments))

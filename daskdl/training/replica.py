@@ -625,7 +625,6 @@ class Replica:
         check_alike(gathered, f"in the middle of epoch {epoch}")
         self.interval += 1
         sync_point = sync_point._replace(departed=gathered.counted["departed"])
-        self._spans.enter("checkpoint")
         self.checkpoints.take(gathered, lambda: self._checkpoint(epoch, sync_point))
 
     def _end_epoch(self, epoch: int) -> None:
@@ -660,7 +659,6 @@ class Replica:
         if self.checkpoints is not None:
             over = self.stopper.over or epoch + 1 == self._spec.epochs
             make = functools.partial(self._checkpoint, epoch + 1)
-            self._spans.enter("checkpoint")
             self.checkpoints.end_epoch(epoch, gathered, reports, over, make)
 
     def _agreed_state(self, epoch: int, *, with_optimizer: bool) -> ReplicaState:
@@ -769,6 +767,7 @@ class Replica:
         self, epoch: int, sync_point: SyncPoint | None = None
     ) -> ReplicaState:
         """Return the state of this replica for a checkpoint."""
+        self._spans.enter("checkpoint")
         fingerprint = Fingerprint.of(self.module, self.optimizer, self.rate.scheduler)
         header = {
             "epoch": epoch,

@@ -120,6 +120,16 @@ def test_a_failed_fit_has_a_report_with_its_error(tmp_path):
     assert interrupted.history_.run.seconds > 0
 
 
+def test_the_timeline_has_the_checkpoints_that_are_taken_and_no_others(tmp_path):
+    rule = Checkpoint(tmp_path, every=4)
+
+    history = trainer(False, callbacks=[rule]).fit(X, Y, epochs=4)
+
+    ends = [row["end"] for row in history.timeline if row["checkpoint"] > 0]
+    assert ends
+    assert min(ends) > sum(history.column("seconds")[:3])
+
+
 class Begun(Callback):
     """On the client: keeps what it hears at the beginning."""
 

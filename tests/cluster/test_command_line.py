@@ -21,6 +21,7 @@ from torch import nn
 import daskdl
 from daskdl.channel.protocol import DESCRIBE
 from daskdl.cli import cli
+from daskdl.config import Timeouts
 from tests.support.clusters import ProcessCluster
 from tests.support.problems import mlp, rows, sgd, trainer
 
@@ -191,12 +192,24 @@ def end_when_asked(dask_scheduler):
 
 
 @pytest.mark.slow
-def test_the_doctor_leaves_when_its_scheduler_is_lost(tmp_path):
+@pytest.mark.parametrize("when", ["asked", "connected"])
+def test_the_doctor_leaves_when_its_scheduler_is_lost(tmp_path, monkeypatch, when):
+    timeouts = "daskdl.timeouts.request", "distributed.comm.timeouts.connect"
     with ProcessCluster(tmp_path) as cluster:
-        cluster.client.run_on_scheduler(end_when_asked)
-        address = cluster.client.scheduler.address
+        address, read = cluster.client.scheduler.address, Timeouts.from_config
+        scheduler = cluster.processes[0]
 
-        with dask.config.set({"daskdl.timeouts.request": "1 hour"}):
+        def end_before_it_is_asked():
+            scheduler.kill()
+            scheduler.wait()
+            return read()
+
+        if when == "asked":
+            cluster.client.run_on_scheduler(end_when_asked)
+        else:  # read between the connection and the first request
+            monkeypatch.setattr(Timeouts, "from_config", end_before_it_is_asked)
+
+        with dask.config.set(dict.fromkeys(timeouts, "1 hour")):
             done = call("doctor", "--scheduler", address)
 
     assert done.exit_code == 1

@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-part test-oldest test-slurm sim chaos kills lint bench bench-all bench-compare study clean
+.PHONY: help demo test test-all test-part test-oldest test-slurm sim chaos kills lint bench bench-all bench-compare study release-check clean
 .PHONY: 1 2 3 4 5 6
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make bench-all      all that run on one machine: hours"
 	@echo "make bench-compare  ratios beside those of the last committed run"
 	@echo "make study  compare with synchronous training: some hours"
+	@echo "make release-check  packages, then all tests: hours; with QUICK=1 packages only: minutes"
 	@echo "make clean  remove the environment and everything that was built"
 
 # Each stamp is written last, so that make repeats an installation that failed.
@@ -139,7 +140,18 @@ study: .venv/installed
 	$(BIN)/python -m benchmarks convergence --tasks digits diabetes text --jobs 2 \
 		--rows benchmarks/results/convergence.jsonl --plots docs/images
 
+# Tools for packages, without what daskdl needs: it is installed from its wheel, alone.
+.venv-release/installed: constraints.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt build twine "readme-renderer[md]" trove-classifiers
+	touch $@
+
+# Uploads nothing.
+release-check: .venv-release/installed
+	.venv-release/bin/python -m tests.release $(if $(QUICK),--quick)
+
 clean:
-	rm -rf .venv .venv-oldest build dist site *.egg-info
+	rm -rf .venv .venv-oldest .venv-release build dist site *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

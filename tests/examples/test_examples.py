@@ -1,5 +1,6 @@
 """Every example, and the code on every page, runs without a warning."""
 
+import functools
 import importlib.util
 import json
 import math
@@ -16,6 +17,7 @@ import torch
 from nbclient import NotebookClient
 
 from daskdl.compression.thresholds import Outcome
+from tests.support.pages import Code, alike, code_of, prints
 from tests.support.public_files import (
     write_cifar10,
     write_fashion_mnist,
@@ -26,6 +28,13 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
+# Pages show no output of them: they need data that have to be downloaded, SLURM, or
+# minutes.
+WITHOUT_OUTPUT = {
+    *("cifar10.py", "fashion_mnist.py", "tiny_imagenet.py", "slurm.py"),
+    "bigger_than_memory.py",
+}
+
 LIMIT_S = 600  # a busy machine may take many times as long as an idle one
 pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
@@ -35,23 +44,39 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 IGNORED = ["Port", "__array__ implementation", "The inplace keyword"]
 
 
-def run(script: Path, *arguments: str) -> list[str]:
-    """Run a script with warnings as errors; return the lines that it prints."""
+def run(script: Path, *arguments: str, cwd: Path = ROOT) -> list[str]:
+    """Run a script with warnings as errors; return the lines that it prints.
+
+    What a page shows as the output of an example is compared with them.
+    """
     ignore = [f"-Wignore:{message}" for message in IGNORED]
     done = subprocess.run(
         [sys.executable, "-Werror", *ignore, script, *arguments],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        cwd=ROOT,
+        cwd=cwd,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    if (shown := outputs().get(script)) is not None:
+        assert alike(shown, done.stdout), done.stdout
     return done.stdout.splitlines()
 
 
-def python_blocks(page: Path) -> list[str]:
-    """Code blocks of a page, without included files, which are `{ .python }`."""
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+@functools.cache
+def outputs() -> dict[Path, str]:
+    """What pages show as the outputs of examples."""
+    return {
+        ROOT / code.file: code.output
+        for page in PAGES
+        for code in code_of(page)
+        if code.file and prints(code.text) and code.output is not None
+    }
+
+
+def runnable(page: Path) -> list[Code]:
+    """The code of a page that is run here, without included files."""
+    return [code for code in code_of(page) if code.is_run]
 
 
 def path_of(page: Path) -> str:
@@ -175,7 +200,7 @@ def test_a_model_of_transformers_is_trained_and_fine_tuned():
 
 
 def test_an_evaluation_is_printed_and_drawn(tmp_path):
-    lines = run(EXAMPLES / "evaluate.py", str(tmp_path / "pictures"))
+    lines = run(EXAMPLES / "evaluate.py", cwd=tmp_path)
 
     facts = dict(re.findall(r"^(\S.*\S)  +([\d.]+)$", "\n".join(lines), re.MULTILINE))
     assert float(facts["accuracy"]) >= 0.7
@@ -289,50 +314,94 @@ def test_the_own_callback_stops_beyond_its_budget(strategies):
 
 
 def test_the_readme_trains(tmp_path):
-    (block,) = python_blocks(ROOT / "README.md")
+    (code,) = runnable(ROOT / "README.md")
     script = tmp_path / "readme.py"
-    script.write_text(block)
+    script.write_text(code.text)
 
-    *_, losses, score = run(script)
+    *_, losses, score = printed = run(script)
 
+    assert alike(code.output, "\n".join(printed))
     first, *_, last = map(float, losses.strip("[]").split(", "))
     assert last < first / 2
     accuracy = re.search(r"'accuracy': (\S+)}", score)
     assert float(accuracy[1]) >= 0.9
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES[1:] if python_blocks(p)], ids=path_of
-)
-def test_the_code_on_a_page_runs(page, tmp_path):
+@pytest.mark.parametrize("page", [p for p in PAGES[1:] if runnable(p)], ids=path_of)
+def test_the_code_on_a_page_runs_and_prints_what_the_page_shows(page, tmp_path):
+    blocks = runnable(page)
     script = tmp_path / "page.py"
-    script.write_text("\n".join(python_blocks(page)))
+    script.write_text("\n".join(code.text for code in blocks))
 
-    assert run(script) == []
+    printed = "\n".join(run(script))
+
+    shown = "\n".join(code.output for code in blocks if prints(code.text))
+    assert alike(shown, printed), printed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
+def test_a_page_shows_what_its_code_prints(page):
+    silent = [
+        code.file or code.text
+        for code in code_of(page)
+        if prints(code.text)
+        and code.output is None
+        and Path(code.file).name not in WITHOUT_OUTPUT
+    ]
+
+    assert silent == []
+
+
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+
+
+def check_tutorial(printed):
+    """Check the outputs of the steps: what the page shows, and what was learned."""
+    shown = [code.output for code in code_of(TUTORIAL) if prints(code.text)]
+    assert alike("".join(shown), "".join(printed)), printed
+    loop, local, cluster, files, resumed, grown = printed
+    assert number(loop) > 0.9
+    assert min(map(float, re.findall(r"0\.\d+(?=\]$)", local + cluster, re.M))) > 0.9
+    assert "[2, 2, 2, 2, 2]" in cluster
+    assert number(files) > 0.9
+    assert resumed == "[0, 1, 2, 3, 4, 5]\n"
+    assert grown == "2 replicas in the first epoch, 3 in the last\n"
 
 
 def test_the_notebook_is_the_tutorial_and_runs():
-    page = ROOT / "docs" / "tutorial.md"
-    path = page.with_suffix(".ipynb")
-    module = script_at(page.parent / "notebook.py")
-    read = nbformat.reads(path.read_text(), 4)
+    notebook = nbformat.read(TUTORIAL.with_suffix(".ipynb"), 4)
 
-    ran = NotebookClient(read, timeout=LIMIT_S, resources={"metadata": {"path": ROOT}})
-    ran.execute()
+    def printed():
+        return [
+            output.text
+            for cell in notebook.cells
+            for output in cell.get("outputs", [])
+            if output.get("name") == "stdout"
+        ]
 
-    assert path.read_text() == module.notebook(page.read_text()), "run docs/notebook.py"
-    printed = [
-        output.text
-        for cell in read.cells
-        for output in cell.get("outputs", [])
-        if output.get("name") == "stdout"
-    ]
-    assert len(printed) == 6
-    assert float(printed[0].split()[1]) > 0.9  # the plain loop
-    assert min(map(float, re.findall(r"0\.\d+(?=\]\n)", printed[1]))) > 0.9
-    assert "[2, 2, 2, 2, 2]" in printed[2]
-    assert float(printed[3]) > 0.9
-    assert printed[4] == "[0, 1, 2, 3, 4, 5]\n"
+    shown = printed()
+    NotebookClient(
+        notebook, timeout=LIMIT_S, resources={"metadata": {"path": ROOT}}
+    ).execute()
+
+    assert alike("".join(shown), "".join(printed()))
+    check_tutorial(printed())
+
+
+def test_the_script_of_the_tutorial_runs():
+    lines = run(TUTORIAL.with_suffix(".py"))
+
+    # Step 3 prints two lines.
+    steps = [*lines[:2], "\n".join(lines[2:4]), *lines[4:]]
+    check_tutorial([f"{text}\n" for text in steps])
+
+
+def test_the_notebook_and_the_script_are_the_page():
+    module = script_at(TUTORIAL.parent / "notebook.py")
+
+    for suffix, write in ((".ipynb", module.notebook), (".py", module.script)):
+        written = TUTORIAL.with_suffix(suffix).read_text()
+        assert written == write(TUTORIAL.read_text()), "run docs/notebook.py"
 
 
 def test_the_commands_on_their_page_run(tmp_path):

@@ -23,7 +23,7 @@ from torch import nn
 import daskdl
 
 PICTURE = Path(__file__).parent / "images" / "timeline.png"
-WIDTH, HEIGHT = 900, 300  # pixels
+WIDTH, HEIGHT = 900, 255  # pixels; without the caption
 
 
 class Kill(daskdl.Callback):

@@ -18,7 +18,6 @@ import re
 import signal
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -823,7 +822,7 @@ def _runs(client: "Client") -> list[dict[str, Any]]:
             raise ConnectionError("the connection is closed")
 
     async def ask() -> Any:
-        return await awaited(describe(), time.monotonic() + bound.seconds, check)
+        return await awaited(describe(), bound.seconds, check)
 
     try:
         runs: list[dict[str, Any]] = client.sync(ask)

@@ -60,18 +60,19 @@ CHECK_S = 0.5  # interval of the checks in `awaited`
 
 
 async def awaited(
-    awaitable: Awaitable[T], deadline: float, check: Callable[[], None]
+    awaitable: Awaitable[T], timeout_s: float, check: Callable[[], None]
 ) -> T:
-    """Await a result with a deadline; call `check`, which may raise, periodically.
+    """Await a result with a timeout; call `check`, which may raise, periodically.
 
     Args:
         awaitable: Cancelled when the wait ends.
-        deadline: Of `time.monotonic`, seconds.
+        timeout_s: Longest wait, seconds.
         check: Ends the wait by an exception.
 
     Raises:
-        TimeoutError: If there is no result before the deadline.
+        TimeoutError: If there is no result in time.
     """
+    deadline = time.monotonic() + timeout_s
     task = asyncio.ensure_future(awaitable)
     try:
         while not task.done():

@@ -233,7 +233,7 @@ def _merge(
         # No retries: over a slow link each transfer takes long.
         gathered = client.gather(merged, asynchronous=True)
         try:
-            return await awaited(gathered, deadline, check)
+            return await awaited(gathered, deadline - time.monotonic(), check)
         except (CancelledError, TimeoutError):
             return None  # its traceback would keep the results in a reference cycle
 
@@ -776,7 +776,7 @@ class DaskBackend(Backend):
         async def ask() -> Any:
             check()
             asking = getattr(self._client.scheduler, operation)(**fields)
-            return await awaited(asking, time.monotonic() + longest.seconds, check)
+            return await awaited(asking, longest.seconds, check)
 
         try:
             answer = self._client.sync(ask)

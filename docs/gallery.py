@@ -319,6 +319,20 @@ def keras_model(ran: Run) -> Any:
     return drawn
 
 
+def transformers_finetune(ran: Run) -> Any:
+    """Losses of both trainings, by epoch."""
+    drawn = figure()
+    titles = ["hidden words", "good or bad"]
+    for axes, title, trainer in zip(
+        drawn.subplots(1, 2), titles, ran.trainers(), strict=True
+    ):
+        losses = trainer.history_.column("loss")
+        axes.plot(losses, color=BLUE, marker="o")
+        axes.set(title=title, xlabel="epoch", ylim=(0, None))
+    drawn.axes[0].set_ylabel("loss")
+    return drawn
+
+
 def score_anomalies(ran: Run) -> Any:
     """The digits with the largest losses, fours in color."""
     import torch
@@ -375,6 +389,7 @@ PICTURES = {
         image_folder,
         xarray_forecast,
         keras_model,
+        transformers_finetune,
         score_anomalies,
         own_strategies,
         own_master,

@@ -57,7 +57,7 @@ class Made(Callback):
         wanted = expected(step.number, self._ahead)
         with MADE:
             MADE.wait_for(lambda: built[self._folder] >= wanted, timeout=30)
-            note(self._folder, "ahead", step=step.number, made=built[self._folder])
+            note(self._folder, "ahead", step=step.number, blocks=built[self._folder])
 
 
 def expected(step, ahead):
@@ -135,7 +135,7 @@ class TestWhenBlocksAreThere:
         seen = notes(tmp_path, "ahead")
         assert len(seen) == BLOCKS * STEPS
         for line in seen:
-            assert line["made"] == expected(line["step"], ahead), line
+            assert line["blocks"] == expected(line["step"], ahead), line
 
     @pytest.mark.parametrize("prefetch", [0, 2, 100])
     def test_they_are_dropped_after_their_last_use(self, client, tmp_path, prefetch):

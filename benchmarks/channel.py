@@ -25,7 +25,7 @@ import numpy as np
 from distributed import Client, get_worker, rpc, secede
 from distributed.protocol import to_serialize
 
-from benchmarks.clusters import GRID, MOST_WORKERS, local_client, run_members
+from benchmarks.clusters import GRID, MAX_WORKERS, local_client, run_members
 from benchmarks.report import bars
 from benchmarks.results import Question
 from daskdl import codec
@@ -199,7 +199,7 @@ def dask_rpc(client: Client, payload: bytes, seconds: float) -> dict[str, Any]:
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for members in asked.members:
-        with local_client(min(members, MOST_WORKERS)) as client:
+        with local_client(min(members, MAX_WORKERS)) as client:
             # The first frames load the kernels.
             through_channel(client, "plain", members, 1, asked.rate, 1)
             for kilobytes in asked.kilobytes:

@@ -25,7 +25,7 @@ from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Timeouts
 
 START_S = 600  # a job may wait in its queue
-MOST_WORKERS = 8  # processes on this machine, however many members they have
+MAX_WORKERS = 8  # processes on this machine, however many members they have
 GRID = 2.0**-24
 OUTBOX_BYTES = 8 * 2**20
 INBOX_BYTES = 64 * 2**20

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from distributed import Client, get_worker, secede
 
-from benchmarks.clusters import MOST_WORKERS, local_client, run_members, spread
+from benchmarks.clusters import MAX_WORKERS, local_client, run_members, spread
 from benchmarks.report import lines
 from benchmarks.results import Question
 from benchmarks.work import WORKS, batches
@@ -234,7 +234,7 @@ def measured(
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     updates = record()
     for replicas in asked.replicas:
-        with local_client(min(replicas, MOST_WORKERS)) as client:
+        with local_client(min(replicas, MAX_WORKERS)) as client:
             warm = Case(10.0, 1, 0.5)  # the first frames load the kernels
             measured(client, replicas, asked.routing, warm, updates)
             for step_ms in asked.step_ms:

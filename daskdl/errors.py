@@ -35,8 +35,8 @@ _INTERNAL = (
     f"{os.sep}contextlib.py",
 )
 
-MOST_CHARACTERS = 2000  # longest message: one screen
-MOST_OF_A_TRACEBACK = 20_000  # longest message with a traceback
+MAX_CHARACTERS = 2000  # longest message: one screen
+MAX_TRACEBACK_CHARACTERS = 20_000  # longest message with a traceback
 
 
 def shown(text: str, limit: int = 200) -> str:
@@ -79,7 +79,7 @@ def epoch_of(epoch: int, epochs: int | None) -> str:
 class DaskDLError(Exception):
     """Base class of all errors that daskdl raises."""
 
-    _limit = MOST_CHARACTERS
+    _limit = MAX_CHARACTERS
 
     def __str__(self) -> str:
         """Return the message, with the middle replaced if it is too long."""
@@ -129,7 +129,7 @@ class RunError(DaskDLError, RuntimeError):
 class ReplicaError(RunError):
     """User code raised on a worker; the original traceback is in the message."""
 
-    _limit = MOST_OF_A_TRACEBACK
+    _limit = MAX_TRACEBACK_CHARACTERS
 
 
 class DivergedError(RunError):

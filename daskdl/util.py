@@ -91,7 +91,7 @@ REMEDY = (
     "install the same daskdl and the same minor version of torch in the environment of "
     "the scheduler and of every worker, and restart them"
 )
-MOST_NAMED = 8  # most addresses, and most kinds of problems, in a message
+MAX_NAMED = 8  # most addresses, and most kinds of problems, in a message
 
 CLIENT_VERSIONS = f"the client has daskdl {VERSION} and torch {torch.__version__}"
 
@@ -301,7 +301,7 @@ def installed_meanwhile(
         lines = [f"{_and_more(names)}: {why}" for why, names in processes.items()]
         raise RunError(
             f"{CLIENT_VERSIONS}; on the cluster:\n  "
-            + "\n  ".join(lines[:MOST_NAMED])
+            + "\n  ".join(lines[:MAX_NAMED])
             + f"\n{REMEDY}"
         )
 
@@ -446,5 +446,5 @@ def _minor(version: str) -> str:
 
 
 def _and_more(names: list[str]) -> str:
-    hidden = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {hidden} more" if hidden > 0 else "")
+    hidden = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {hidden} more" if hidden > 0 else "")

@@ -35,11 +35,11 @@ PAGE = Path(__file__).with_suffix(".html")
 PATH = "daskdl"  # of the page, relative to the dashboard
 UPDATE_S = 1.0  # at most once in this time, an answer is made anew
 KEPT_S = 3600.0  # for which a finished run stays
-MOST_OVER = 16  # finished runs
+MAX_FINISHED = 16  # finished runs
 # A report takes 900 bytes, and an open section gets all reports each second.
-MOST_REPORTS = 2048  # of all replicas of a run
-MOST_EPOCHS = 512
-MOST_LISTED = 64  # replicas in the table; replicas that left, in the metrics
+MAX_REPORTS = 2048  # of all replicas of a run
+MAX_EPOCHS = 512
+MAX_LISTED = 64  # replicas in the table; replicas that left, in the metrics
 STALE_S = 5.0  # age of the last report beyond which a replica has no speed
 
 Columns = dict[str, NDArray[np.float64]]
@@ -122,9 +122,9 @@ class RunView:
         self.name = shown(spec.name)
         self.title = shown(spec.title)
         self.epochs = spec.epochs
-        self.reports: Thinned[TimedReport] = Thinned(MOST_REPORTS)
-        self.ended: Thinned[TimedReport] = Thinned(MOST_REPORTS)
-        self.rows: Thinned[Mapping[str, Any]] = Thinned(MOST_EPOCHS)
+        self.reports: Thinned[TimedReport] = Thinned(MAX_REPORTS)
+        self.ended: Thinned[TimedReport] = Thinned(MAX_REPORTS)
+        self.rows: Thinned[Mapping[str, Any]] = Thinned(MAX_EPOCHS)
         self.row: Mapping[str, Any] = {}
         self.version = 0
         self.over: End | None = None
@@ -235,7 +235,7 @@ class RunView:
         members = self.replicas
         gone = [r for r, member in members.items() if member.joined and member.gone]
         gone.sort(key=lambda r: members[r].gone_at)
-        order = *self.members.present, *sorted(gone[-MOST_LISTED:])
+        order = *self.members.present, *sorted(gone[-MAX_LISTED:])
         return {replica: members[replica] for replica in order}
 
     def last(self, replica: int) -> dict[str, float]:
@@ -368,7 +368,7 @@ class Dashboard:
         """Show a run as ended; remove it in an hour."""
         self.runs[run].end(loop.time(), finished=finished)
         self._timers[run] = loop.call_later(KEPT_S, self._remove, run)
-        for oldest in list(self._timers)[:-MOST_OVER]:
+        for oldest in list(self._timers)[:-MAX_FINISHED]:
             self._remove(oldest)
 
     def forget(self) -> None:
@@ -658,17 +658,17 @@ def _starting(run: RunView) -> str:
     if absent and not members.started:
         joined = f"{count - len(absent)} of {count_of(count, 'replica')} ready"
         workers = sorted({members.replicas[replica].worker for replica in absent})
-        named = ", ".join(map(shown, workers[:MOST_NAMED]))
-        if len(workers) > MOST_NAMED:
-            named += f" and {len(workers) - MOST_NAMED} more"
+        named = ", ".join(map(shown, workers[:MAX_NAMED]))
+        if len(workers) > MAX_NAMED:
+            named += f" and {len(workers) - MAX_NAMED} more"
         return f"starting: {joined}; waiting for {named} to load the model"
     return f"starting: {count_of(count, 'replica')} ready, in the first step"
 
 
-MOST_NAMED = 4  # workers in a line
+MAX_NAMED = 4  # workers in a line
 
 
-MOST = float(np.finfo(np.float32).max)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def section_of(run: RunView) -> dict[str, Any]:
@@ -697,7 +697,7 @@ def section_of(run: RunView) -> dict[str, Any]:
         "figures": figures,
         "arrays": [
             base64.b64encode(
-                np.clip(array, -MOST, MOST).astype("<f4").tobytes()
+                np.clip(array, -FLOAT32_MAX, FLOAT32_MAX).astype("<f4").tobytes()
             ).decode()
             for _, array in arrays.values()
         ],
@@ -735,7 +735,7 @@ def replica_rows(run: RunView) -> list[dict[str, Any]]:
     """Return the last numbers, the worker and the fate of each replica, as text."""
     rows: list[dict[str, Any]] = []
     present = run.present
-    for replica, member in list(run.listed.items())[:MOST_LISTED]:
+    for replica, member in list(run.listed.items())[:MAX_LISTED]:
         last, waits_s = run.last(replica), run.waits_s(replica)
         if replica not in present:
             last.pop("examples_per_s", None)

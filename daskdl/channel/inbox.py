@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 # Updates received from one origin: the last before the first gap, and all beyond it.
 Received = tuple[int, Sequence[int]]
 NOTHING: Received = (0, ())
-MOST_AHEAD = 2**20  # updates beyond the first gap; no origin is so far ahead
-MOST_REQUESTED = 1000  # updates of one origin in a request
+MAX_AHEAD = 2**20  # updates beyond the first gap; no origin is so far ahead
+MAX_REQUESTED = 1000  # updates of one origin in a request
 
 
 def contains(received: Received, sequence: int) -> bool:
@@ -201,7 +201,7 @@ class DeliveryBarrier:
         return not self.holding or contains(target, sequence)
 
 
-MOST_STEPS = 2  # steps with pending updates, if replicas take each step together
+MAX_STEPS = 2  # steps with pending updates, if replicas take each step together
 UPDATE_BYTES = 440  # memory overhead of an update, see test_queue_memory
 
 
@@ -279,8 +279,7 @@ class PendingUpdates:
             self.folds += not was_folded
             self._fold(bucket)
         if self._in_step and (
-            len(self._folded) > MOST_STEPS
-            or self.nbytes > MOST_STEPS * self._limit_bytes
+            len(self._folded) > MAX_STEPS or self.nbytes > MAX_STEPS * self._limit_bytes
         ):
             self._merge()
 
@@ -512,7 +511,7 @@ class Inbox:
         with self.changed:
             if not self.barrier.admits(origin, sequence):
                 return False
-            if sequence - self.received.complete(origin) > MOST_AHEAD:
+            if sequence - self.received.complete(origin) > MAX_AHEAD:
                 self.refused += 1
                 return False
             if not self.received.accept(origin, sequence):
@@ -537,7 +536,7 @@ class Inbox:
             ahead = sequence - received.complete(origin)
             is_known = gone or self.awaits_snapshot or origin in self.peers.announced
             is_duplicate = contains(received.by_origin().get(origin, NOTHING), sequence)
-            if not is_known or is_duplicate or ahead > MOST_REQUESTED:
+            if not is_known or is_duplicate or ahead > MAX_REQUESTED:
                 return
             self.in_order = False
             self.unreadable.setdefault(origin, {})[sequence] = message.step

@@ -444,7 +444,7 @@ class Leasing(ABC):
 
 # With parts spread over the workers at random, four looks per replica find a near part
 # with 98 % probability, 1 - exp(-4); the bound keeps answers fast with many parts.
-LOOKS_PER_REPLICA, LEAST_LOOKS = 4, 64
+LOOKS_PER_REPLICA, MIN_LOOKS = 4, 64
 
 # Assumed time to load a part, as a fraction of the time to train on it. A replica
 # shares the part of another replica only if more than this fraction of rows is left.
@@ -587,7 +587,7 @@ class DynamicLeasing(Leasing):
                 self._left_over.remove(part)
                 return part
         # A bounded search; the next one resumes where this one ends.
-        most = max(LOOKS_PER_REPLICA * len(self._active), LEAST_LOOKS)
+        most = max(LOOKS_PER_REPLICA * len(self._active), MIN_LOOKS)
         resumes_at = self._looked.get(replica, len(self._parts))
         at = bisect.bisect_right(self._free, resumes_at) - 1
         for index in range(at, at - min(most, len(self._free)), -1):

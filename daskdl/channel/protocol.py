@@ -41,10 +41,10 @@ from daskdl.errors import shown
 
 logger = logging.getLogger(__name__)
 
-LARGEST = 2**63 - 1  # no counter or id is larger
-Natural = Annotated[int, Meta(ge=0, le=LARGEST)]
-Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
-IntervalNumber = Annotated[int, Meta(ge=-1, le=LARGEST)]
+INT64_MAX = 2**63 - 1  # no counter or id is larger
+Natural = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Positive = Annotated[int, Meta(ge=1, le=INT64_MAX)]
+IntervalNumber = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
 RunId = Natural  # drawn at random
 Token = Natural  # drawn at random, for a run or a task; kept secret
 
@@ -383,8 +383,8 @@ ERRORS = frozenset(
 )
 
 
-MOST_TEXT = 100_000  # characters; longer messages and tracebacks are shortened
-Text = Annotated[str, Meta(max_length=MOST_TEXT)]
+MAX_TEXT = 100_000  # characters; longer messages and tracebacks are shortened
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
 class Failure(TypedDict):

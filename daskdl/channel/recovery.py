@@ -17,7 +17,7 @@ from collections.abc import (
 )
 
 from daskdl.channel import protocol
-from daskdl.channel.inbox import MOST_REQUESTED, NOTHING, Received, contains, missing
+from daskdl.channel.inbox import MAX_REQUESTED, NOTHING, Received, contains, missing
 from daskdl.channel.protocol import Message, MessageKind
 from daskdl.channel.routing import Routing
 from daskdl.errors import ChannelError
@@ -91,7 +91,7 @@ class Repairs:
         with inbox.changed:
             last = {
                 origin: min(
-                    announced.sequence, inbox.received.complete(origin) + MOST_REQUESTED
+                    announced.sequence, inbox.received.complete(origin) + MAX_REQUESTED
                 )
                 for origin, announced in inbox.peers.announced.items()
             }
@@ -176,7 +176,7 @@ class Repairs:
 
     def _unreadable(self, origin: int) -> list[int]:
         with self._inbox.changed:
-            return sorted(self._inbox.unreadable.get(origin, ()))[:MOST_REQUESTED]
+            return sorted(self._inbox.unreadable.get(origin, ()))[:MAX_REQUESTED]
 
     def _helpers(self, origin: int) -> list[int]:
         """Replicas that may have copies: the origin; in a mesh, then the others."""

@@ -262,7 +262,7 @@ class BarrierState:
 # twice if an answer is lost. The bounds limit a replica that only claims to leave.
 EXCESS_UPDATES = 4
 EXCESS_BYTES = 16 * 2**20
-MOST_NAMED = 8  # gone replicas in a message, which fits a screen
+MAX_NAMED = 8  # gone replicas in a message, which fits a screen
 
 
 class RunState:
@@ -862,17 +862,15 @@ class RunState:
         if self.members.expected or self._ended:
             return
         gone = sorted(self._departed)
-        unnamed = (
-            f" and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
-        )
+        unnamed = f" and {len(gone) - MAX_NAMED} more" if len(gone) > MAX_NAMED else ""
         if self._all_retired:
             replicas = self.members.replicas
             workers = [*dict.fromkeys(replicas[r].worker for r in gone)]
             error: DaskDLError = RunError(
-                f"all workers have retired: {', '.join(workers[:MOST_NAMED])}{unnamed}"
+                f"all workers have retired: {', '.join(workers[:MAX_NAMED])}{unnamed}"
             )
         else:
-            who = "; ".join(self._departed[r] for r in gone[:MOST_NAMED])
+            who = "; ".join(self._departed[r] for r in gone[:MAX_NAMED])
             error = WaitTimeoutError(f"no replica is left: lost {who}{unnamed}")
         self.deserted = self.stopped is None
         self.give_up(error)

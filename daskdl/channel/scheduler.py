@@ -170,10 +170,10 @@ class WorkerBatcher:
 PACE_S = 0.010
 WATCHDOG_S = 0.25
 GRACE_S = 3.0  # for the replicas of a closing worker to flush, which waits 2 s at most
-MOST_REPLICAS = 1000  # per worker
+MAX_REPLICAS = 1000  # per worker
 DESCRIBE_S = 5.0  # longest time for a worker to say what its replicas do
 FINISHED = "the run was closed"  # why a run stops that its client closes
-LONGEST_S = 3600.0  # longest wait of a client for events; usually a few seconds
+MAX_WAIT_S = 3600.0  # longest wait of a client for events; usually a few seconds
 
 
 class LiveRun:
@@ -294,8 +294,8 @@ class LiveRun:
         """
         for row in rows:
             self.record.add_row(row)
-        if not 0 <= timeout_s <= LONGEST_S:
-            raise ValueError(f"timeout_s must be in 0 .. {LONGEST_S}, got {timeout_s}")
+        if not 0 <= timeout_s <= MAX_WAIT_S:
+            raise ValueError(f"timeout_s must be in 0 .. {MAX_WAIT_S}, got {timeout_s}")
         with contextlib.suppress(TimeoutError):
             await self.until(lambda: bool(self.state.events), timeout_s)
         has_enough = self.state.has_enough
@@ -309,8 +309,8 @@ class LiveRun:
 
     async def handle_assign(self, worker: str, replicas: Natural) -> Fields:
         """Raise the number of replicas on a worker; return the new replicas."""
-        if replicas > MOST_REPLICAS:
-            raise ValueError(f"replicas must be <= {MOST_REPLICAS}, got {replicas}")
+        if replicas > MAX_REPLICAS:
+            raise ValueError(f"replicas must be <= {MAX_REPLICAS}, got {replicas}")
         members = self.state.members
         is_connected = self._transport.has_worker(worker)
         missing = replicas - len(members.assigned_to(worker)) if is_connected else 0

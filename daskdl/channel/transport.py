@@ -219,7 +219,7 @@ class SchedulerOverDask(SchedulerTransport):
 # Shortest intervals of a Dask server's periodic callbacks while replicas train, ms. At
 # Dask's defaults, 10, 20, 100 and 500 ms, an idle cluster of two workers on one machine
 # takes an eighth of a core, and each wake-up takes the interpreter's lock.
-LEAST_MS = {"profile": 100, "tick": 500, "memory_monitor": 500, "monitor": 2000}
+MIN_PERIODS_MS = {"profile": 100, "tick": 500, "memory_monitor": 500, "monitor": 2000}
 _pacing = threading.Lock()  # several workers may share a process
 
 
@@ -233,10 +233,10 @@ class Pace:
     def set_training(self, training: bool) -> None:
         """Lengthen the intervals; False: restore those of Dask's configuration."""
         with _pacing:
-            for name in LEAST_MS.keys() & self._callbacks.keys():
+            for name in MIN_PERIODS_MS.keys() & self._callbacks.keys():
                 callback = self._callbacks[name]
                 configured = self._configured.setdefault(name, callback.callback_time)
-                least = LEAST_MS[name] if training else 0
+                least = MIN_PERIODS_MS[name] if training else 0
                 callback.callback_time = max(configured, least)
 
 

@@ -18,13 +18,13 @@ from daskdl.errors import CodecError
 # A scale of 4 bytes for 256 parameters of one byte is 1.6 % of the body. A larger block
 # would save 1.2 % at most, and round more parameters to the scale of the largest.
 BLOCK = 256
-MOST = 127  # largest eight-bit value; -128 is refused, for a symmetric range
-MAX_SCALE = (2**31 - 1) // MOST  # so that products stay within int32
+MAX_VALUE = 127  # largest eight-bit value; -128 is refused, for a symmetric range
+MAX_SCALE = (2**31 - 1) // MAX_VALUE  # so that products stay within int32
 
 ZERO, LOW, SCALE = range(3)
 FAULTS = {
     ZERO: "block {block} must have the scale 0 if, and only if, all of it is 0",
-    LOW: f"values must be in -{MOST} .. {MOST}, got -128 in block {{block}}",
+    LOW: f"values must be in -{MAX_VALUE} .. {MAX_VALUE}, got -128 in block {{block}}",
     SCALE: f"scales must be in 0 .. {MAX_SCALE}, got {{scale}} of block {{block}}",
 }
 
@@ -68,7 +68,7 @@ def _quantize_blocks(
         largest = -np.int64(least)  # int64, since -(-2**31) overflows int32
         if most > largest:
             largest = np.int64(most)
-        scale = (largest + MOST - 1) // MOST
+        scale = (largest + MAX_VALUE - 1) // MAX_VALUE
         if scale > MAX_SCALE:
             scale = np.int64(MAX_SCALE)
         scales_B[b] = scale
@@ -96,7 +96,7 @@ def _expand_blocks(
             least = min(least, part[i])
             most = max(most, part[i])
             out[i] = np.int32(part[i]) * scale
-        if least < -MOST:
+        if least < -MAX_VALUE:
             return b, LOW
         if (scale == 0) != (least == most):
             return b, ZERO

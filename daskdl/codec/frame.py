@@ -36,7 +36,7 @@ LAYOUT = struct.Struct("<4sBBBBQQQIIIfQII")
 CHECKSUM_OFFSET = 60
 FLAG_LZ4 = 1
 MAX_SIZE = 2**31 - 1  # an entry is a signed one-based int32 position
-LZ4_MOST = 0x7E000000  # bytes, LZ4_MAX_INPUT_SIZE of the library
+LZ4_MAX_BYTES = 0x7E000000  # bytes, LZ4_MAX_INPUT_SIZE of the library
 LZ4_RATIO = 255  # most bytes that a byte of an lz4 block expands to
 LEVELS_OFFSET = 4  # bytes that hold the length of the levels
 
@@ -356,7 +356,7 @@ def _compressed(kind: Kind, body: Bytes) -> tuple[Bytes, int]:
     independent positions it saves nothing, but costs only 1 % of the packing time; on
     clustered positions it saves another 4 to 60 % (``benchmarks/wire_size.py``).
     """
-    if kind is not Kind.RAW32 and 0 < len(body) <= LZ4_MOST:
+    if kind is not Kind.RAW32 and 0 < len(body) <= LZ4_MAX_BYTES:
         packed = lz4.block.compress(body.data, store_size=False)
         if len(packed) < len(body):
             return np.frombuffer(packed, np.uint8), FLAG_LZ4
@@ -536,7 +536,7 @@ def _body_of(kind: Kind, header: Header, payload: memoryview) -> Bytes:
         if len(payload) != length:
             raise CodecError(f"payload must have {length} bytes, got {len(payload)}")
         return np.frombuffer(payload, np.uint8)
-    most = min(LZ4_RATIO * len(payload), LZ4_MOST)
+    most = min(LZ4_RATIO * len(payload), LZ4_MAX_BYTES)
     if not len(payload) < length <= most:
         raise CodecError(
             f"lz4 must make {len(payload) + 1} .. {most} bytes "

@@ -27,7 +27,7 @@ MAX_LEVEL = 15
 SLOT_BITS = 12
 SLOTS = 2**SLOT_BITS  # what the frequencies of the levels add up to
 WORD_BITS = 16
-LEAST_STATE = 2**16  # the state is in 2**16 .. 2**32 - 1 between two levels
+MIN_STATE = 2**16  # the state is in 2**16 .. 2**32 - 1 between two levels
 STATE_BYTES = 4
 # A state below 2**20 times a frequency f, times 2**44 / f rounded up, fits 64 bits, and
 # its bits above 44 are the quotient for each f up to 2**12.
@@ -67,7 +67,7 @@ def _write_words(
         start += frequencies_M[m]
         if frequencies_M[m]:
             reciprocals_M[m] = -(-(2**RECIPROCAL_BITS) // np.int64(frequencies_M[m]))
-    state, at = np.uint64(LEAST_STATE), len(words)
+    state, at = np.uint64(MIN_STATE), len(words)
     for k in range(len(levels_K) - 1, -1, -1):
         m = levels_K[k] - 1
         frequency = np.uint64(frequencies_M[m])
@@ -146,12 +146,12 @@ def _read_words(
         levels_K[k] = level_S[low]
         high = current >> np.uint64(SLOT_BITS)
         current = np.uint64(frequency_S[low]) * high + np.uint64(offset_S[low])
-        if current < LEAST_STATE:
+        if current < MIN_STATE:
             if at == len(words):
                 return PAST_END
             current = current << np.uint64(WORD_BITS) | np.uint64(words[at])
             at += 1
-    return at if current == LEAST_STATE else BAD_END
+    return at if current == MIN_STATE else BAD_END
 
 
 def unpack(packed: Bytes, count: int) -> Bytes:
@@ -179,8 +179,8 @@ def unpack(packed: Bytes, count: int) -> Bytes:
         )
     frequencies_M = np.append(table, last).astype(np.uint16)
     state = int(packed[opening - STATE_BYTES : opening].copy().view("<u4")[0])
-    if state < LEAST_STATE:
-        raise CodecError(f"state of the levels must be >= {LEAST_STATE}, got {state}")
+    if state < MIN_STATE:
+        raise CodecError(f"state of the levels must be >= {MIN_STATE}, got {state}")
     words = packed[opening:].copy().view("<u2").astype(np.uint16)
     levels_K = np.empty(count, np.uint8)
     read = _read_words(levels_K, frequencies_M, words, state)
@@ -189,6 +189,6 @@ def unpack(packed: Bytes, count: int) -> Bytes:
     if read == BAD_END or read != len(words):
         raise CodecError(
             f"levels of {count} entries must use {len(words)} words and end in the "
-            f"state {LEAST_STATE}"
+            f"state {MIN_STATE}"
         )
     return levels_K

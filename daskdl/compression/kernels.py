@@ -31,7 +31,7 @@ from daskdl.codec.levels import MAX_LEVEL
 GUARD = 2**30
 # Most steps by which an entry moves shared: exact in float32, and 64 entries of this
 # size fit between the guard and int32's end.
-MOST_STEPS = 2**24
+MAX_STEPS = 2**24
 INT32_MAX = 2**31 - 1
 CHUNK = 2**20  # parameters: 8 MiB of float64
 ALL = slice(None)
@@ -203,7 +203,7 @@ class VectorGroup:
 
 def most_levels(count: int) -> int:
     """Return the highest level of entries with a quantum of ``count`` steps."""
-    return max(1, min(MAX_LEVEL, MOST_STEPS // count))
+    return max(1, min(MAX_LEVEL, MAX_STEPS // count))
 
 
 def _quanta(entries_K: Tensor, levels_K: Tensor | None) -> Tensor:

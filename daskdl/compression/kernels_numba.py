@@ -36,7 +36,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 POSITIONS_AHEAD = 1024
 ENTRIES_AHEAD = 32
 LINE = 64  # bytes that a processor fetches at once
-LARGEST = float(INT32_MAX)
+INT32_MAX_FLOAT = float(INT32_MAX)
 LANES = 64  # positions compared at once: one word of flags
 INT32 = ir.IntType(32)
 
@@ -292,8 +292,8 @@ def _residual_counts_(
         target = most if target > most else target
         target = -most if target < -most else target
         count = target - before
-        count = LARGEST if count > LARGEST else count
-        count = -LARGEST if count < -LARGEST else count
+        count = INT32_MAX_FLOAT if count > INT32_MAX_FLOAT else count
+        count = -INT32_MAX_FLOAT if count < -INT32_MAX_FLOAT else count
         counts_N[i] = np.int32(count if count == count else 0.0)  # NaN is not itself
 
 

@@ -26,7 +26,7 @@ DENSE_DENSITY = 1 / 16
 # Largest share of the moved parameters to send as entries. With Laplacian residuals,
 # one quantum for each of the 1/e largest moves the most mass at once; at higher
 # densities, quanta shrink faster than the number of entries grows.
-MOST_DENSITY = 1 / math.e
+MAX_DENSITY = 1 / math.e
 SAMPLE_SIZE = 2**18  # values of the residual in a sample
 
 
@@ -109,7 +109,7 @@ def threshold_for(
     moved = int((sample > 0).sum())
     if not moved:
         return None
-    largest = round(max(min(density * len(sample), MOST_DENSITY * moved), 1))
+    largest = round(max(min(density * len(sample), MAX_DENSITY * moved), 1))
     sample.partition(-largest)  # an eighth of the time of torch.topk
     return float(sample[-largest])
 
@@ -289,7 +289,7 @@ class SampledThreshold(ThresholdAlgorithm):
     density: float = 0.05
 
     def __post_init__(self) -> None:
-        if not 0 < self.density < MOST_DENSITY:
+        if not 0 < self.density < MAX_DENSITY:
             raise OptionError(f"density must be in (0, 1/e), got {self.density!r}")
 
     @override
@@ -299,7 +299,7 @@ class SampledThreshold(ThresholdAlgorithm):
 
 
 ALL_NAMES = "*"  # the pattern of a single algorithm
-MOST_NAMES_SHOWN = 5  # names in a message
+MAX_NAMES_SHOWN = 5  # names in a message
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -408,8 +408,8 @@ def _useless(pattern: str, assigned: Mapping[str, str]) -> str:
                 f"others that it matches go to {assigned_pattern!r} or others before "
                 "it; put it first, or leave it out"
             )
-    names = ", ".join(repr(name) for name in list(assigned)[:MOST_NAMES_SHOWN])
-    ellipsis = ", ..." if len(assigned) > MOST_NAMES_SHOWN else ""
+    names = ", ".join(repr(name) for name in list(assigned)[:MAX_NAMES_SHOWN])
+    ellipsis = ", ..." if len(assigned) > MAX_NAMES_SHOWN else ""
     return (
         f"threshold pattern {pattern!r} matches no trainable parameter of the model, "
         f"which are {names}{ellipsis}"

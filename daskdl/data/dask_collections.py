@@ -44,7 +44,7 @@ from daskdl.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-MOST_WAIT_S = 5.0  # between two checks that workers can run the awaited tasks
+MAX_WAIT_S = 5.0  # between two checks that workers can run the awaited tasks
 
 Finish = Callable[..., Rows]  # takes the values of a part, and its number `part`
 
@@ -248,7 +248,7 @@ def _wait(futures: Sequence[Any], client: Any) -> None:
     halted_since = None
     while True:
         with client.as_current(), contextlib.suppress(TimeoutError):
-            distributed.wait(futures, timeout=min(bound.seconds, MOST_WAIT_S))
+            distributed.wait(futures, timeout=min(bound.seconds, MAX_WAIT_S))
             return
         halted = client.run_on_scheduler(_halted, keys=keys)
         if not halted:

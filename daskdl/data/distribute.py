@@ -488,7 +488,7 @@ T = TypeVar("T")
 TASKS_PER_THREAD = 2
 
 LISTED_S = 0.5  # at most, until Dask has noticed that a worker has left
-MOST_LOSSES = 3  # of a part, like Dask's `allowed-failures`: it may kill its workers
+MAX_LOSSES = 3  # of a part, like Dask's `allowed-failures`: it may kill its workers
 
 
 def map_parts(
@@ -654,7 +654,7 @@ class _PartTasks:
 
     def _count_loss(self, part: int, error: BaseException) -> None:
         self._losses[part] += 1
-        if self._losses[part] > MOST_LOSSES:
+        if self._losses[part] > MAX_LOSSES:
             raise DataError(
                 f"{self._source.name(part)} was lost with its worker "
                 f"{self._losses[part]} times; check that the parts on a worker fit "

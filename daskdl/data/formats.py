@@ -245,7 +245,7 @@ class Npz(NamedArrays):
 
 
 _LENGTH_BYTES = 8  # a file begins with the length of its header
-_LARGEST_HEADER_BYTES = 100_000_000  # the limit of the library
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the library
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class Safetensors(NamedArrays):
     @override
     def facts(self, file: BinaryIO) -> Facts | None:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if length > _LARGEST_HEADER_BYTES:
+        if length > _MAX_HEADER_BYTES:
             raise ValueError(f"its header would have {length} bytes")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)

@@ -985,7 +985,7 @@ def _facts_and_left_out(
 # Small parts are merged as long as at least this many parts remain, so that replicas
 # wait for at most 1/64 of an epoch at its end, and as long as no merged part exceeds
 # these rows and bytes, which take milliseconds to train on and little memory.
-LEAST_PARTS = 64
+MIN_PARTS = 64
 MERGED_ROWS = 1024
 MERGED_BYTES = 2**20
 
@@ -1000,7 +1000,7 @@ def merge_small_parts(source: Source) -> Source:
     if not source.mergeable or lengths is None or first_rows is None:
         return source
     most_of_bytes = MERGED_BYTES // batching.row_bytes(first_rows)
-    most = min(sum(lengths) // LEAST_PARTS, MERGED_ROWS, most_of_bytes)
+    most = min(sum(lengths) // MIN_PARTS, MERGED_ROWS, most_of_bytes)
     groups: list[list[int]] = []
     rows, group_spec = most, None
     for part, length in enumerate(lengths):

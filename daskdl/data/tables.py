@@ -105,7 +105,7 @@ def _variable(argument: str) -> str:
 
 # Dtypes that torch.from_numpy accepts; longdouble is the exception.
 _NUMBER_KINDS = "biuf"
-_LARGEST_ITEM_BYTES = 8
+_MAX_ITEM_BYTES = 8
 _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
@@ -215,7 +215,7 @@ def check_values(value: Any, argument: str) -> None:
     else:
         usable = (
             value.dtype.kind in _NUMBER_KINDS
-            and value.dtype.itemsize <= _LARGEST_ITEM_BYTES
+            and value.dtype.itemsize <= _MAX_ITEM_BYTES
         )
     if not usable:
         raise DataError(
@@ -484,7 +484,7 @@ def _are_numbers(dtype: Any) -> bool:
     if _is_categorical(dtype):
         return _UNKNOWN not in dtype.categories and _are_numbers(dtype.categories.dtype)
     real = dtype.kind in _NUMBER_KINDS
-    return real and np.dtype(_numpy_dtype(dtype)).itemsize <= _LARGEST_ITEM_BYTES
+    return real and np.dtype(_numpy_dtype(dtype)).itemsize <= _MAX_ITEM_BYTES
 
 
 def _numpy_dtype(dtype: Any) -> Any:

@@ -368,11 +368,11 @@ class CollatedDataset:
 
 
 PARTS = 64  # desired: at the end of an epoch, replicas wait for 1/64 of it at most
-LEAST_ITEMS = 64  # fewer are not worth a request to the scheduler
+MIN_ITEMS = 64  # fewer are not worth a request to the scheduler
 # A part should load in well under a second. An item takes 10 to 100 us. An image takes
-# 10 ms to decode; at 600 kB per image, `MOST_BYTES` gives parts of about 50 images.
-MOST_ITEMS = 4096
-MOST_BYTES = 32 * 2**20
+# 10 ms to decode; at 600 kB per image, `MAX_BYTES` gives parts of about 50 images.
+MAX_ITEMS = 4096
+MAX_BYTES = 32 * 2**20
 
 
 class MapStyle(Source):
@@ -482,8 +482,8 @@ class MapStyle(Source):
     def _part_size(self, first_rows: Rows) -> int:
         if self._collation.function is not None:
             return self._collation.batch_size
-        most = min(MOST_ITEMS, max(1, MOST_BYTES // batching.row_bytes(first_rows)))
-        return min(max(-(-self._items // PARTS), LEAST_ITEMS), most)
+        most = min(MAX_ITEMS, max(1, MAX_BYTES // batching.row_bytes(first_rows)))
+        return min(max(-(-self._items // PARTS), MIN_ITEMS), most)
 
     def _indices(self, part: int) -> Sequence[int]:
         start = part * self._size

@@ -313,7 +313,7 @@ class MetricAccumulator:
 
 
 # Most bytes of states that a replica sends to each other replica after an epoch.
-MOST_SENT_BYTES = 4 * 2**20
+MAX_SENT_BYTES = 4 * 2**20
 SpecsAndStates = tuple[tuple[MetricSpec, ...], tuple[PartStates, ...]]
 
 
@@ -326,10 +326,10 @@ def numbers_of(specs: Sequence[MetricSpec]) -> tuple[str, ...]:
 def sent_states(specs: tuple[MetricSpec, ...], states: tuple[PartStates, ...]) -> bytes:
     """Pack the states of a replica's share of the data for `measured`."""
     payload = Packed[SpecsAndStates]((specs, states), "metrics").payload.tobytes()
-    if len(payload) > MOST_SENT_BYTES:
+    if len(payload) > MAX_SENT_BYTES:
         raise DataError(
             f"the metrics of the validation data take {len(payload) / 2**20:.1f} MiB "
-            f"on a replica, which may send at most {MOST_SENT_BYTES / 2**20:g} MiB; "
+            f"on a replica, which may send at most {MAX_SENT_BYTES / 2**20:g} MiB; "
             "functions, areas under curves and some metrics of torchmetrics keep all "
             "rows, so measure them with trainer.evaluate(metrics=...) after the fit"
         )

@@ -271,7 +271,7 @@ class BatchQueue:
 
 GATHER_S = 0.0005  # longest wait for further calls of callers that were just answered
 BATCHES_PER_REPLICA = 2  # a replica then has its next batch when it finishes one
-MOST_LOSSES = 3  # of a call that may be the cause, like Dask's `allowed-failures`
+MAX_LOSSES = 3  # of a call that may be the cause, like Dask's `allowed-failures`
 
 BatchTask = asyncio.Task[list[Tree] | ModelFailure]
 
@@ -423,14 +423,14 @@ class Dispatcher:
     def _retry(self, calls: list[Call], error: BaseException | None) -> None:
         """Retry calls on another replica; fail calls that lost too many replicas."""
         for call in calls:
-            if call.losses > MOST_LOSSES:
+            if call.losses > MAX_LOSSES:
                 lost = ReplicaError(
                     f"a call was lost with its replica {call.losses} times, last "
                     f"error: {error}. Does this call crash the workers? Its input has "
                     f"{call}"
                 )
                 self._fail([call], lost)
-        self._queue.put_back([call for call in calls if call.losses <= MOST_LOSSES])
+        self._queue.put_back([call for call in calls if call.losses <= MAX_LOSSES])
 
     def _fail(self, calls: Iterable[Call], error: BaseException) -> None:
         for call in calls:

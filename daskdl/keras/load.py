@@ -34,10 +34,10 @@ HDF5 = (".h5", ".hdf5")
 _CONFIG, _WEIGHTS = "config.json", "model.weights.h5"
 _MEMBERS = frozenset({_CONFIG, _WEIGHTS, "metadata.json"})
 # A usual description has kilobytes; json.loads reads all of it into memory.
-MOST_CONFIG_BYTES = 64 * 2**20
+MAX_CONFIG_BYTES = 64 * 2**20
 # A compiled model also saves the state of its optimizer, up to five numbers per weight
 # (AMSGrad with moving averages and accumulated gradients); HDF5 adds an index.
-MOST_PER_WEIGHT = 8
+MAX_PER_WEIGHT = 8
 INDEX_BYTES = 64 * 2**20
 
 # Raised by `zipfile` and the decompressors for damaged bytes.
@@ -181,10 +181,10 @@ def _description(file: Path) -> bytes:
                         "other files of preprocessing layers are not supported"
                     )
                 size = names[_CONFIG].file_size
-                if size > MOST_CONFIG_BYTES:
+                if size > MAX_CONFIG_BYTES:
                     raise ModelError(
                         f"{file}: {_CONFIG} has {size} bytes, but at most "
-                        f"{MOST_CONFIG_BYTES} are allowed"
+                        f"{MAX_CONFIG_BYTES} are allowed"
                     )
                 return archive.read(names[_CONFIG])
         except READING_ERRORS as error:
@@ -203,9 +203,9 @@ def _description_in_hdf5(file: Path) -> tuple[JSON, JSON]:
                 "with Keras, call model.load_weights(path), and pass the model"
             )
         where = f"{file}: model_config"
-        if not isinstance(text, str | bytes) or len(text) > MOST_CONFIG_BYTES:
+        if not isinstance(text, str | bytes) or len(text) > MAX_CONFIG_BYTES:
             raise ModelError(
-                f"{where} must be text of at most {MOST_CONFIG_BYTES} characters"
+                f"{where} must be text of at most {MAX_CONFIG_BYTES} characters"
             )
         compiled = weights.attrs.get("training_config")
         if isinstance(compiled, str | bytes):
@@ -241,7 +241,7 @@ def _opened(file: Path) -> Iterator[Any]:
 def _fault_of_weights(file: Path, model: Any) -> str | None:
     """Return the reason why the weights in a file are refused, or None."""
     model_bytes = sum(weight.value.nbytes for weight in model.variables)
-    limit = MOST_PER_WEIGHT * model_bytes + INDEX_BYTES
+    limit = MAX_PER_WEIGHT * model_bytes + INDEX_BYTES
     size = file.stat().st_size
     if file.suffix == SUFFIX:
         with zipfile.ZipFile(file) as archive:

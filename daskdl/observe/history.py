@@ -192,9 +192,9 @@ SUMMED = (
     "withheld",
     "folds",
 )
-MOST_EPOCHS = 200  # rows in a report's table of epochs
-MOST_LAYERS = 200  # rows in a report's table of layers
-MOST_SHOWN = 5  # first rows, and as many last rows, in a notebook
+MAX_EPOCHS = 200  # rows in a report's table of epochs
+MAX_LAYERS = 200  # rows in a report's table of layers
+MAX_SHOWN = 5  # first rows, and as many last rows, in a notebook
 
 
 BYTES = "_bytes"  # end of the names of columns with this unit
@@ -282,8 +282,8 @@ class History(Sequence[Row]):
 
     def _repr_html_(self) -> str:
         rows = self._rows
-        if len(rows) > 2 * MOST_SHOWN:
-            rows = [*rows[:MOST_SHOWN], *rows[-MOST_SHOWN:]]
+        if len(rows) > 2 * MAX_SHOWN:
+            rows = [*rows[:MAX_SHOWN], *rows[-MAX_SHOWN:]]
         return f"<p>{html.escape(repr(self))}</p>" + self._table(rows)
 
     def _table(self, rows: Sequence[Row]) -> str:
@@ -380,7 +380,7 @@ class History(Sequence[Row]):
             joined = {r: record["joined"] for r, record in run.replicas.items()}
             spans = report.timeline(packed, timeline.began, left, joined)
         last = len(self) - 1
-        shown = [*range(0, last, -(-len(self) // MOST_EPOCHS) or 1), last]
+        shown = [*range(0, last, -(-len(self) // MAX_EPOCHS) or 1), last]
         epochs = [self._rows[i] for i in shown] if self._rows else []
         count = f", {len(epochs)} of {len(self)}" if len(epochs) < len(self) else ""
         return report.page(
@@ -477,14 +477,14 @@ class History(Sequence[Row]):
         ]
         columns = ["name", *(name.replace("_", " ") for name in NORMS)]
         count = ""
-        if len(sample) > MOST_LAYERS:
-            count = f", {MOST_LAYERS} of {len(sample)} layers"
+        if len(sample) > MAX_LAYERS:
+            count = f", {MAX_LAYERS} of {len(sample)} layers"
         return (
             f'<div class="charts">{"".join(charts)}</div><p>Lines are means over the '
             f"replicas. Step {latest['step']} of replica {latest['replica']}{count}:"
             "</p>"
             + report.table(
-                sample[:MOST_LAYERS], [*columns, "parameters", "gradients", "updates"]
+                sample[:MAX_LAYERS], [*columns, "parameters", "gradients", "updates"]
             )
         )
 

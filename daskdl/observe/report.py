@@ -16,8 +16,8 @@ import numpy as np
 
 from daskdl.observe.timeline import ACTIVITIES, Spans
 
-MOST_POINTS = 500  # of a line in a chart
-MOST_NAMED = 8  # lines in a chart that has a legend
+MAX_POINTS = 500  # of a line in a chart
+MAX_NAMED = 8  # lines in a chart that has a legend
 WIDTH, HEIGHT = 420, 180  # of a chart, in units of its view box
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 8, 22  # margins
 
@@ -111,7 +111,7 @@ class Line:
     def points(self) -> list[tuple[float, float]]:
         """The finite points; if there are too many, means of neighboring points."""
         xy = [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(y)]
-        size = -(-len(xy) // MOST_POINTS) or 1
+        size = -(-len(xy) // MAX_POINTS) or 1
         return [
             (fmean(x for x, _ in group), fmean(y for _, y in group))
             for group in (xy[i : i + size] for i in range(0, len(xy), size))
@@ -165,7 +165,7 @@ UNITS = ("B", "kiB", "MiB", "GiB", "TiB", "PiB")
 def chart(title: str, x_name: str, lines: Sequence[Line], unit: str = "") -> str:
     """Draw a chart of lines; empty without finite points.
 
-    A chart of 2 to `MOST_NAMED` lines has a legend. The y axis is logarithmic if all
+    A chart of 2 to `MAX_NAMED` lines has a legend. The y axis is logarithmic if all
     values are positive and span a factor of more than 100. If all values are equal, the
     axis begins at 0, and they are in its middle.
 
@@ -224,7 +224,7 @@ def chart(title: str, x_name: str, lines: Sequence[Line], unit: str = "") -> str
     legend = ""
     for i, (line_name, line_points) in enumerate(drawn):
         color, hint = _LINES[i % len(_LINES)], html.escape(line_name)
-        if 1 < len(drawn) <= MOST_NAMED:
+        if 1 < len(drawn) <= MAX_NAMED:
             legend += f'<span><i style="background:{color}"></i>{hint}</span>'
         if line_points:
             path = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in line_points)

@@ -87,7 +87,7 @@ class LabelledRow(dict[str, Any]):
 
 # Memory of a row: about 710 bytes in a table of steps, and 830 in a table of layers.
 # A table takes 17 MB at most.
-MOST_ROWS = 20_000
+MAX_ROWS = 20_000
 
 STEP_COLUMNS: Mapping[str, str] = {
     "epoch": "counted from 0",
@@ -257,12 +257,12 @@ def unpack_rows(
 
 
 class _Table(Sequence[Row], Generic[R]):
-    """At most `MOST_ROWS` rows of one kind from all replicas, as mappings."""
+    """At most `MAX_ROWS` rows of one kind from all replicas, as mappings."""
 
     _columns: ClassVar[Mapping[str, str]]
 
     def __init__(self) -> None:
-        self._rows: Thinned[R] = Thinned(MOST_ROWS)
+        self._rows: Thinned[R] = Thinned(MAX_ROWS)
 
     def extend(self, numbered: Iterable[tuple[int, R]]) -> None:
         """Add rows with their numbers within their replicas."""

@@ -53,9 +53,9 @@ SPANS = np.dtype(
 )
 Spans = NDArray[np.void]
 
-MOST_REPORTED = 256  # spans of one replica between two reports: 29 KB
-MOST_SPANS = 32_768  # of all replicas: 3.7 MB
-LEAST_S = 1e-3  # shorter activities are always merged
+MAX_REPORTED = 256  # spans of one replica between two reports: 29 KB
+MAX_SPANS = 32_768  # of all replicas: 3.7 MB
+MIN_SPAN_S = 1e-3  # shorter activities are always merged
 
 
 def merged(spans: Spans, width_s: float) -> Spans:
@@ -111,7 +111,7 @@ class SpanLog:
         self._offset = wall() - self._began
         self._activity = "setup"
         self._seconds = dict.fromkeys(ACTIVITIES, 0.0)  # since `_start`
-        self._width = LEAST_S
+        self._width = MIN_SPAN_S
         self._spans: list[tuple[float, ...]] = []
 
     def enter(self, activity: str) -> float:
@@ -150,9 +150,9 @@ class SpanLog:
         self._spans.append((self._replica, start, end, *self._seconds.values()))
         self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self._start = now
-        if len(self._spans) > MOST_REPORTED:
+        if len(self._spans) > MAX_REPORTED:
             spans = np.array(self._spans, SPANS)
-            spans, self._width = bounded(spans, MOST_REPORTED // 2, self._width)
+            spans, self._width = bounded(spans, MAX_REPORTED // 2, self._width)
             self._spans = spans.tolist()
 
     def take(self) -> bytes:
@@ -161,7 +161,7 @@ class SpanLog:
         self._end_span(self._since)
         taken, self._spans = self._spans, []
         recorded_s = self._since - self._began
-        self._width = max(self._width, recorded_s / MOST_REPORTED)
+        self._width = max(self._width, recorded_s / MAX_REPORTED)
         return np.array(taken, SPANS).tobytes()
 
 
@@ -186,7 +186,7 @@ class Timeline(Sequence[Mapping[str, Any]]):
         self.began = began  # Unix time of the beginning of the fit
         self._parts = [np.zeros(0, SPANS)]
         self._count = 0
-        self._width = LEAST_S
+        self._width = MIN_SPAN_S
 
     def extend(self, packed: bytes, layout: np.dtype[Any] = SPANS) -> None:
         """Add spans of any replicas, packed by :class:`SpanLog`.
@@ -207,14 +207,14 @@ class Timeline(Sequence[Mapping[str, Any]]):
                 spans[name] = saved[name]
         self._parts.append(spans)
         self._count += len(spans)
-        if self._count > MOST_SPANS:
+        if self._count > MAX_SPANS:
             self._merged()
 
     def _merged(self) -> Spans:
         """Return all spans in one array; merge spans if there are too many."""
         if len(self._parts) > 1:
             spans = np.concatenate(self._parts)
-            spans, self._width = bounded(spans, MOST_SPANS, self._width)
+            spans, self._width = bounded(spans, MAX_SPANS, self._width)
             self._parts, self._count = [spans], len(spans)
         return self._parts[0]
 

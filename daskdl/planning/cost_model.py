@@ -20,7 +20,7 @@ from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.pace import UNSENT_BYTES
 
 UNITS = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
-MOST_ITERATIONS = 100  # of the step time and the requests in a step
+MAX_ITERATIONS = 100  # of the step time and the requests in a step
 CONVERGED = 1.00001  # growth that ends the iteration
 STEPS_BEFORE = 10**6  # so many that the exchange interval no longer grows
 MEASURED_EVERY = 16  # steps between measured exchanges, if the master chooses them
@@ -254,7 +254,7 @@ def predict(
     )
     traffic = traffic_in(training_s)
     # A longer step has more requests, up to one for each update.
-    for _ in range(MOST_ITERATIONS):
+    for _ in range(MAX_ITERATIONS):
         previous_s = traffic.messages_s
         traffic = traffic_in(training_s + previous_s)
         if traffic.messages_s <= CONVERGED * previous_s:

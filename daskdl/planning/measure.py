@@ -47,8 +47,8 @@ SETTLING_EXCHANGES = 100  # most exchanges until thresholds have settled
 SETTLING_S = 1.0  # most seconds for that with gradients, and again without
 POWER = 4  # exponent of each change of a threshold while it settles
 WARM_STEPS = 2  # untimed steps, which compile and allocate
-LEAST_STEPS, MOST_STEPS = 3, 200
-TIMED_S = 2.5  # seconds of timed steps, or longer for LEAST_STEPS
+MIN_STEPS, MAX_STEPS = 3, 200
+TIMED_S = 2.5  # seconds of timed steps, or longer for MIN_STEPS
 WARM_REQUESTS, REQUESTS = 10, 40
 LARGE_REQUEST = 9  # updates in a large request
 PAUSE_S = 0.003  # between requests, so that caches do not stay warm
@@ -272,8 +272,8 @@ class StepBenchmark:
         self._exchange.stats()  # starts the statistics again
         intervals: list[dict[str, float]] = []
         deadline = time.perf_counter() + TIMED_S
-        while len(intervals) < LEAST_STEPS or (
-            len(intervals) < MOST_STEPS and time.perf_counter() < deadline
+        while len(intervals) < MIN_STEPS or (
+            len(intervals) < MAX_STEPS and time.perf_counter() < deadline
         ):
             intervals.append(self.interval())
         stats = self._exchange.stats()

@@ -29,11 +29,11 @@ from daskdl.util import check_main_guard
 
 SHOWN_ROWS = 16  # a longer table shows powers of two and the last row
 HEADINGS = ("workers", "efficiency", "samples/s", "step ms", "limit", "carried")
-MOST_PROCESSES = 8  # that measure at once; each imports torch
+MAX_PROCESSES = 8  # that measure at once; each imports torch
 SLOWDOWN = 4  # most times as long that simultaneous processes may take
 
-LEAST_EFFICIENCY = 0.5  # at which workers pay off
-LEAST_CARRIED = 0.5  # share of exchanges at which replicas learn from each other
+MIN_EFFICIENCY = 0.5  # at which workers pay off
+MIN_CARRIED = 0.5  # share of exchanges at which replicas learn from each other
 FACTORS = (4, 16)  # of steps between exchanges, or of the batch, to try
 SPARSER = 10  # divisor of the density to try
 
@@ -241,7 +241,7 @@ def _measure(spec: Packed[BenchmarkSpec], workers_here: int) -> Measured:
     [alone] = measure(spec)
     elapsed_s = time.perf_counter() - started
     measured = Measured(alone, CPU_COUNT)
-    processes = min(workers_here, measured.most_at_once, MOST_PROCESSES)
+    processes = min(workers_here, measured.most_at_once, MAX_PROCESSES)
     if processes < 2:
         return measured
     costs = measure(spec, processes, SLOWDOWN * processes * elapsed_s)
@@ -272,7 +272,7 @@ def advise(
         return f"Pays off up to {_speedup(paying)}; no more workers were planned for."
     paying_workers = 1 if paying is None else paying.workers
     refused = next(row for row in several if row.workers > paying_workers)
-    if refused.carried < LEAST_CARRIED:
+    if refused.carried < MIN_CARRIED:
         cause = f"the {refused.limit} carries {refused.carried:.0%} of the exchanges"
     else:
         cause = (
@@ -310,8 +310,8 @@ def _most_paying(rows: Sequence[Prediction]) -> Prediction | None:
         row
         for row in rows
         if row.workers > 1
-        and row.efficiency >= LEAST_EFFICIENCY
-        and row.carried >= LEAST_CARRIED
+        and row.efficiency >= MIN_EFFICIENCY
+        and row.carried >= MIN_CARRIED
         and row.speed > 1
     ]
     return paying[-1] if paying else None

@@ -25,7 +25,7 @@ from daskdl.errors import DataError, OptionError, SaveError
 Tensors = Mapping[str, Tensor]
 
 LENGTH_BYTES = 8  # size of the header's length, little-endian, at the start of a file
-MOST_HEADER_BYTES = 100_000_000  # about 100 bytes for each of a million tensors
+MAX_HEADER_BYTES = 100_000_000  # about 100 bytes for each of a million tensors
 ALIGNMENT = 8  # bytes, of the first tensor; at least as large as any element
 DTYPES = {
     torch.float64: "F64",
@@ -99,7 +99,7 @@ def check_tensor(name: str, tensor: Any) -> None:
 def decode_tensors(content: bytes) -> dict[str, Tensor]:
     """Read an untrusted safetensors file."""
     header_bytes = int.from_bytes(content[:LENGTH_BYTES], "little")
-    most = min(len(content) - LENGTH_BYTES, MOST_HEADER_BYTES)
+    most = min(len(content) - LENGTH_BYTES, MAX_HEADER_BYTES)
     if not 0 < header_bytes <= most:
         raise SaveError(
             f"not a safetensors file: the header length is {header_bytes} bytes, but "

@@ -43,7 +43,7 @@ from daskdl.keras.module import (
 
 Json = Any
 DEEPEST = 64  # levels of nesting; the deepest known, an optimizer's state, has 7
-LONGEST = 500  # characters of the name of a class or function
+MAX_NAME_LENGTH = 500  # characters of the name of a class or function
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NAME = re.compile(rf"{_MODULE.pattern}:{_MODULE.pattern}")
 # Raised when a module is imported or a class is called.
@@ -314,7 +314,7 @@ def check_name(name: str) -> None:
         daskdl.errors.SaveError: os:system is in the standard library, to which a save \
 never refers
     """
-    if len(name) > LONGEST or not _NAME.fullmatch(name):
+    if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
         raise SaveError(f"{name!r:.80} cannot be imported by that name")
     top = re.split("[.:]", name)[0]
     if top == "__main__":

@@ -73,7 +73,7 @@ from daskdl.util import CLIENT_VERSIONS, REMEDY, arrival_plugin, mismatch
 logger = logging.getLogger(__name__)
 
 
-MOST_PARTS = 256  # of one model
+MAX_PARTS = 256  # of one model
 
 
 def parts_of(payload: NDArray[np.uint8], workers: int) -> list[NDArray[np.uint8]]:
@@ -90,7 +90,7 @@ def parts_of(payload: NDArray[np.uint8], workers: int) -> list[NDArray[np.uint8]
     """
     if workers == 1:
         return [payload]
-    size = max(PART_BYTES, -(-payload.nbytes // MOST_PARTS))
+    size = max(PART_BYTES, -(-payload.nbytes // MAX_PARTS))
     return [payload[start : start + size] for start in range(0, payload.nbytes, size)]
 
 

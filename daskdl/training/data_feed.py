@@ -50,7 +50,7 @@ from daskdl.data.unreadable import (
     load_each,
 )
 from daskdl.errors import (
-    MOST_CHARACTERS,
+    MAX_CHARACTERS,
     DataError,
     LostPieceError,
     WaitTimeoutError,
@@ -665,7 +665,7 @@ class Feed:
 
     def _note_skipped(self, error: BaseException) -> None:
         """Keep the first reason for skipped examples, for the history."""
-        self.totals.reason = self.totals.reason or shown(str(error), MOST_CHARACTERS)
+        self.totals.reason = self.totals.reason or shown(str(error), MAX_CHARACTERS)
 
     @contextlib.contextmanager
     def _left_out_if_bad(self, part: int) -> Iterator[None]:

@@ -286,7 +286,7 @@ def _called(function: Callable[[], Any]) -> Any:
     return function()
 
 
-LONGEST_NAME = 200  # of a fit, characters
+MAX_NAME_LENGTH = 200  # of a fit, characters
 SEED_BELOW = 2**63  # seed + replica number must fit torch's 64 bits
 
 
@@ -365,10 +365,10 @@ class FitSpec:
         if name is not None and not (
             isinstance(name, str)
             and name.isprintable()
-            and 0 < len(name.strip()) <= len(name) <= LONGEST_NAME
+            and 0 < len(name.strip()) <= len(name) <= MAX_NAME_LENGTH
         ):
             raise OptionError(
-                f"name must be one line of 1 to {LONGEST_NAME} characters, got "
+                f"name must be one line of 1 to {MAX_NAME_LENGTH} characters, got "
                 f"{name!r:.300}"
             )
 
@@ -497,7 +497,7 @@ def _check_device(device: Any) -> None:
 
 
 # Concurrent loading of small remote files hides latency; a replica has one core.
-MOST_LOAD_THREADS = 4
+MAX_LOAD_THREADS = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -569,7 +569,7 @@ class ReplicaSpec(FitSpec):
     @property
     def load_threads(self) -> int:
         """Number of parts that a replica loads concurrently."""
-        return min(max(self.prefetch, 1), MOST_LOAD_THREADS)
+        return min(max(self.prefetch, 1), MAX_LOAD_THREADS)
 
     @property
     def step_rows(self) -> int:

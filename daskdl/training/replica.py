@@ -22,7 +22,7 @@ from daskdl.channel.base import (
 )
 from daskdl.channel.leasing import SyncPoint
 from daskdl.channel.protocol import (
-    MOST_TEXT,
+    MAX_TEXT,
     BarrierKind,
     LiveReport,
     ValidatedWork,
@@ -131,10 +131,10 @@ class FitResult:
     finished: bool = True
 
 
-MOST_REASON = 500  # characters of `Step.stop`, sent with every later lease request
+MAX_REASON = 500  # characters of `Step.stop`, sent with every later lease request
 # Most batches that a replica keeps to score models at the end of an epoch, and the
 # initial number of steps between two of them. Four scores take as long as 1.4 steps.
-MOST_SCORED, SCORED_EVERY = 4, 64
+MAX_SCORED, SCORED_EVERY = 4, 64
 LIVE_S = 1.0  # least time between two reports for the dashboard, in an epoch
 
 
@@ -198,7 +198,7 @@ class Replica:
         )  # of ended epochs
         self._live_at = -math.inf if channel.has_dashboard else math.inf
         self._choice = Choice()
-        self._kept: Thinned[Batch] = Thinned(MOST_SCORED)  # of this sync interval
+        self._kept: Thinned[Batch] = Thinned(MAX_SCORED)  # of this sync interval
         self.first_epoch = spec.first_epoch
         self.has_agreed = spec.resumes_lost_run
 
@@ -454,7 +454,7 @@ class Replica:
         while True:
             started = self._spans.enter("data")
             # Not of the epoch, so that a fit resumed at a sync point has the same.
-            self._kept = Thinned(MOST_SCORED)
+            self._kept = Thinned(MAX_SCORED)
             groups = feed.groups(wait, self._spec.stepping.accumulate)
             for number, group in enumerate(groups):
                 if number % SCORED_EVERY == 0 and self._chooses:
@@ -494,7 +494,7 @@ class Replica:
             for callback in callbacks:
                 run_hook(callback.on_step_end, step)
             if step.stopped is not None:
-                reason = shown(f": {step.stopped}", MOST_REASON) if step.stopped else ""
+                reason = shown(f": {step.stopped}", MAX_REASON) if step.stopped else ""
                 where = f"at step {self.steps} of replica {self._number}"
                 totals.stop = f"a callback stopped the fit {where}{reason}"
         resumed = enter("exchange")
@@ -879,13 +879,13 @@ def failure_of(error: Exception, step: int) -> dict[str, Any]:
     return {
         "type": kind.__name__ if is_ours else "ReplicaError",
         "error": shown(f"{kind.__module__}.{kind.__qualname__}"),
-        "summary": shown(text_of(error, named=not is_ours), MOST_TEXT),
+        "summary": shown(text_of(error, named=not is_ours), MAX_TEXT),
         "notes": tuple(
-            shown(note, MOST_TEXT)
+            shown(note, MAX_TEXT)
             for note in (notes if isinstance(notes, list | tuple) else ())
             if isinstance(note, str)
         ),
-        "traceback": shown("".join(traceback.format_exception(error)), MOST_TEXT),
+        "traceback": shown("".join(traceback.format_exception(error)), MAX_TEXT),
         "step": step,
     }
 

@@ -80,7 +80,7 @@ def spread_of(samples: Iterable[Sample]) -> list[float]:
 
 
 # Rows between two reports: 39 KB at most.
-MOST_ROWS = 256
+MAX_ROWS = 256
 # With "auto": least steps between two rows, and the fraction of time that making rows
 # may take. The documented fraction is twice as large: the clock misses some work.
 SPACING = 10
@@ -111,7 +111,7 @@ class StepLog:
     ) -> None:
         self._every = every
         self._now = now
-        self._rows: Thinned[StepRow] = Thinned(MOST_ROWS)
+        self._rows: Thinned[StepRow] = Thinned(MAX_ROWS)
         self._number = 0  # number of this replica's last row
         self.next_step = math.inf if every is None else 1
         self._began = 0.0
@@ -162,7 +162,7 @@ def norm_of(values: Tensor) -> float:
 
 
 # Larger values have no bin: float32 has no room for the distance of two of them.
-LARGEST = 1e37
+MAX_VALUE = 1e37
 
 
 def measured(tensor: Tensor | None) -> tuple[float, float, float, bytes]:
@@ -179,7 +179,7 @@ def measured(tensor: Tensor | None) -> tuple[float, float, float, bytes]:
         dense = tensor.detach().to_dense()
         values = dense.to(working_dtype(dense.dtype)).flatten()
         norm = norm_of(values)
-        values = values[values.abs() <= LARGEST]
+        values = values[values.abs() <= MAX_VALUE]
         if len(values):
             low, high = map(float, values.aminmax())
             width = (high - low) / BINS or 1.0
@@ -189,7 +189,7 @@ def measured(tensor: Tensor | None) -> tuple[float, float, float, bytes]:
 
 
 # Rows of layers between two reports: 184 KB, or one sample.
-MOST_LAYER_ROWS = 512
+MAX_LAYER_ROWS = 512
 
 
 class LayerLog:
@@ -211,7 +211,7 @@ class LayerLog:
         """Set the module to sample; its trainable parameters are those of now."""
         named = module.named_parameters()
         self._parameters = {n: p for n, p in named if p.requires_grad}
-        self._samples = Thinned(max(1, MOST_LAYER_ROWS // len(self._parameters)))
+        self._samples = Thinned(max(1, MAX_LAYER_ROWS // len(self._parameters)))
 
     def due(self, step: int) -> bool:
         """Whether to sample a step; if so, `measuring` and `add` must follow."""

@@ -109,7 +109,7 @@ KEYS = "keys"  # name of the list of keys in a blob; the arrays are "0", "1" and
 # array still has eight bits.
 COUNT_BITS = 30
 # Exponents of a grid: the grid and 2**31 times the grid must be exact in float32.
-LEAST_EXPONENT, MOST_EXPONENT = -126, 96
+MIN_EXPONENT, MAX_EXPONENT = -126, 96
 
 
 def to_blob(state: Reduced, stamp: Stamp | None = None) -> tuple[Arrays, Reduced]:
@@ -178,8 +178,8 @@ def _frame(
 ) -> tuple[NDArray[np.uint8], NDArray[Any]] | None:
     """Return a frame and its decoded values, or None if a frame does not pay off."""
     largest = float(np.abs(array).max(initial=0.0))
-    exponent = max(LEAST_EXPONENT, math.frexp(largest)[1] - COUNT_BITS)
-    if not array.size or not math.isfinite(largest) or exponent > MOST_EXPONENT:
+    exponent = max(MIN_EXPONENT, math.frexp(largest)[1] - COUNT_BITS)
+    if not array.size or not math.isfinite(largest) or exponent > MAX_EXPONENT:
         return None
     grid = math.ldexp(1.0, exponent)
     steps_N = array.reshape(-1) / grid

@@ -27,7 +27,7 @@ from tests.support.processes import in_a_fork
 
 X, Y = rows()
 WITHIN_S = 90.0
-MOST_S = 300  # a browser starts slowly on a busy machine
+TIMEOUT_S = 300  # a browser starts slowly on a busy machine
 
 needs_bokeh = pytest.mark.skipif(
     find_spec("bokeh") is None, reason="bokeh is not installed: daskdl[dashboard]"
@@ -122,7 +122,7 @@ def fit(client, epochs, name=None, **options):
     return fitted
 
 
-@pytest.mark.timeout(MOST_S)
+@pytest.mark.timeout(TIMEOUT_S)
 class TestPage:
     @needs_bokeh
     def test_it_is_linked_from_the_menu_and_links_back(self, watched):

@@ -16,7 +16,7 @@ from daskdl.codec import (
 )
 
 SPARSE = [Kind.RAW32, Kind.GAPS, Kind.BITMAP]
-MOST = 2**31 - 1
+INT32_MAX = 2**31 - 1
 STAMP = Stamp(run=0x1122334455667788, origin=0xAABBCCDD, sequence=3, step=4)
 ENTRIES = np.array([1, -4, 10], np.int32)
 
@@ -61,7 +61,7 @@ def test_entries_are_decoded_as_encoded(kind, update):
 @settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_entries_anywhere_in_the_largest_model_are_decoded_as_encoded(kind, data):
-    size = data.draw(st.integers(2**24 + 1, MOST))
+    size = data.draw(st.integers(2**24 + 1, INT32_MAX))
     ends = st.sampled_from([0, 2**24, size - 1])
     positions = data.draw(st.sets(ends | st.integers(0, size - 1), max_size=9))
     signs = data.draw(st.lists(st.sampled_from([-1, 1]), min_size=9, max_size=9))

@@ -10,10 +10,10 @@ import pytest
 
 from daskdl.channel.dashboard import (
     KEPT_S,
-    MOST_EPOCHS,
-    MOST_LISTED,
-    MOST_OVER,
-    MOST_REPORTS,
+    MAX_EPOCHS,
+    MAX_FINISHED,
+    MAX_LISTED,
+    MAX_REPORTS,
     UPDATE_S,
     Announced,
     Dashboard,
@@ -114,14 +114,14 @@ class TestNumbers:
 
     def test_thinned_reports_have_the_mean_over_those_left_out(self):
         _, run = run_of()
-        steps = 4 * MOST_REPORTS
+        steps = 4 * MAX_REPORTS
 
         for step in range(1, steps + 1):
             curve = live(0, step, loss_sum=step, examples=step, at_s=step / 2)
             run.report(0, curve, 100.0 + step)
 
         x, y = line_of(run, "Examples per second", "replica 0")
-        assert MOST_REPORTS / 2 <= len(x) <= MOST_REPORTS
+        assert MAX_REPORTS / 2 <= len(x) <= MAX_REPORTS
         assert set(y) == {2.0}
         assert set(line_of(run, "Loss by step", "replica 0")[1]) == {1.0}
 
@@ -244,21 +244,21 @@ class TestReplicas:
 
 
 def test_a_record_is_bounded():
-    replicas = 2 * MOST_LISTED
+    replicas = 2 * MAX_LISTED
     state, run = run_of(replicas)
     for replica in range(replicas):
         for step in range(1, 200):
             run.report(replica, live(step // 20, step, step, step), 101.0 + replica)
         if replica:
             state.lose(replica, "lost", 102.0 + replica)
-    for epoch in range(3 * MOST_EPOCHS):
+    for epoch in range(3 * MAX_EPOCHS):
         run.add_row({**ROW, "epoch": epoch})
 
-    assert 0 < len(run.reports.numbered) <= MOST_REPORTS
-    assert 0 < len(run.ended.numbered) <= MOST_REPORTS
-    assert MOST_EPOCHS / 2 <= len(run.rows.numbered) <= MOST_EPOCHS
-    assert list(run.listed) == [0, *range(replicas - MOST_LISTED, replicas)]
-    assert len(replica_rows(run)) == MOST_LISTED
+    assert 0 < len(run.reports.numbered) <= MAX_REPORTS
+    assert 0 < len(run.ended.numbered) <= MAX_REPORTS
+    assert MAX_EPOCHS / 2 <= len(run.rows.numbered) <= MAX_EPOCHS
+    assert list(run.listed) == [0, *range(replicas - MAX_LISTED, replicas)]
+    assert len(replica_rows(run)) == MAX_LISTED
 
 
 class TestTheEnd:
@@ -297,11 +297,11 @@ class TestTheEnd:
 
     def test_few_runs_that_are_over_stay(self, loop):
         board = Dashboard()
-        for run in range(MOST_OVER + 3):
+        for run in range(MAX_FINISHED + 3):
             run_of(run=run, board=board)
             board.end(run, loop, finished=True)
 
-        assert list(board.runs) == list(range(3, MOST_OVER + 3))
+        assert list(board.runs) == list(range(3, MAX_FINISHED + 3))
 
     def test_a_run_that_opens_again_goes_on_in_its_section(self, world, loop):
         board, seen = Dashboard(), []

@@ -148,7 +148,7 @@ class TestStepTable:
     def test_every_second_row_of_each_replica_goes_if_there_are_too_many(
         self, monkeypatch
     ):
-        monkeypatch.setattr(tables, "MOST_ROWS", 6)
+        monkeypatch.setattr(tables, "MAX_ROWS", 6)
 
         steps = table(rows(4), rows(4, replica=1))
 
@@ -205,7 +205,7 @@ class TestLayerTable:
         assert math.isnan(means["a"][10]["residual_norm"])
 
     def test_one_step_of_each_replica_stays_however_many_rows_it_has(self, monkeypatch):
-        monkeypatch.setattr(tables, "MOST_ROWS", 6)
+        monkeypatch.setattr(tables, "MAX_ROWS", 6)
         rows = [
             layer_row(10 * number, replica, layer)
             for replica in range(2)
@@ -339,7 +339,7 @@ class TestAutomaticRows:
 
 @pytest.mark.parametrize("every", [1, "auto"])
 def test_too_many_rows_for_one_report_are_thinned(monkeypatch, every):
-    monkeypatch.setattr(telemetry, "MOST_ROWS", 8)
+    monkeypatch.setattr(telemetry, "MAX_ROWS", 8)
     clock = Clock()
     log = StepLog(every, clock)
 

@@ -187,7 +187,7 @@ class TestFromSaved:
         assert not ran.exists()
 
     def test_an_oversized_description_is_not_read(self, saved, tmp_path, monkeypatch):
-        monkeypatch.setattr("daskdl.keras.load.MOST_CONFIG_BYTES", 100)
+        monkeypatch.setattr("daskdl.keras.load.MAX_CONFIG_BYTES", 100)
 
         with pytest.raises(
             ModelError, match=r"config.json has \d+ bytes, but at most 100"

@@ -10,7 +10,7 @@ from distributed.protocol import Serialize, Serialized
 
 from daskdl.channel import protocol
 from daskdl.channel.protocol import (
-    MOST_TEXT,
+    MAX_TEXT,
     BlobParts,
     Failure,
     Message,
@@ -126,8 +126,8 @@ def test_a_failure_is_text():
     [
         {"pickled": b"opened by nobody"},
         {"type": "SystemExit"},
-        {"traceback": "x" * (MOST_TEXT + 1)},
-        {"notes": ["x" * (MOST_TEXT + 1)]},
+        {"traceback": "x" * (MAX_TEXT + 1)},
+        {"notes": ["x" * (MAX_TEXT + 1)]},
         {"summary": b"bytes"},
     ],
 )
@@ -137,8 +137,8 @@ def test_a_failure_that_is_more_than_bounded_text_is_refused(changed):
 
 
 def test_a_long_failure_is_shortened():
-    error = RuntimeError("x" * 2 * MOST_TEXT)
-    error.add_note("y" * 2 * MOST_TEXT)
+    error = RuntimeError("x" * 2 * MAX_TEXT)
+    error.add_note("y" * 2 * MAX_TEXT)
 
     check({"failure": failure_of(error, step=3)}, {"failure": Failure})
 

@@ -418,7 +418,7 @@ class TestFit:
         assert last == pytest.approx(trainer.evaluate(X, Y)["f1"])
 
     def test_states_of_rows_are_sent_up_to_a_bound(self, monkeypatch):
-        monkeypatch.setattr("daskdl.evaluation.metric_state.MOST_SENT_BYTES", 9000)
+        monkeypatch.setattr("daskdl.evaluation.metric_state.MAX_SENT_BYTES", 9000)
 
         with pytest.raises(DataError, match=r"trainer.evaluate\(metrics=...\) after"):
             self.fitted(["top_2_accuracy", sk.cohen_kappa_score], replicas=1)

@@ -13,8 +13,8 @@ from daskdl.channel import recovery
 from daskdl.channel.inbox import ReceivedSet, missing
 from daskdl.channel.protocol import MessageKind, PeerProgress
 from daskdl.channel.recovery import (
+    MAX_REQUESTED,
     MISSING_AFTER_S,
-    MOST_REQUESTED,
     Repairs,
     donors,
     helpers,
@@ -145,7 +145,7 @@ async def test_the_number_of_updates_in_a_request_is_bounded(inbox, peers):
     await peers.at(0)
 
     [(_, sequences)] = await peers.at(MISSING_AFTER_S)
-    assert sequences == [2, *range(4, MOST_REQUESTED + 2)]
+    assert sequences == [2, *range(4, MAX_REQUESTED + 2)]
 
 
 @pytest.mark.parametrize("reason", ["it is joining", "the origin has failed"])

@@ -82,14 +82,14 @@ def test_short_activities_share_a_span():
 
     rows = table(log.take())
 
-    assert len(rows) <= 2000 * 1e-4 / timeline.LEAST_S + 1
+    assert len(rows) <= 2000 * 1e-4 / timeline.MIN_SPAN_S + 1
     assert occurred(rows[1]).keys() == {"exchange", "compute", "data"}
     assert rows.seconds()["compute"] == pytest.approx(0.16)
 
 
 @pytest.mark.parametrize("step_s", [1e-3, 1.0])
 def test_a_replica_reports_few_spans_without_losing_time(monkeypatch, step_s):
-    monkeypatch.setattr(timeline, "MOST_REPORTED", 32)
+    monkeypatch.setattr(timeline, "MAX_REPORTED", 32)
     clock = Clock()
     log = log_of(clock)
     counts = []
@@ -121,7 +121,7 @@ def test_a_replica_reports_few_spans_without_losing_time(monkeypatch, step_s):
 
 
 def test_the_table_is_bounded_and_long_waits_stay(monkeypatch):
-    monkeypatch.setattr(timeline, "MOST_SPANS", 100)
+    monkeypatch.setattr(timeline, "MAX_SPANS", 100)
     clock = Clock()
     logs = [log_of(clock, replica) for replica in (1, 0)]
     rows = table()
@@ -150,7 +150,7 @@ def test_the_table_is_bounded_and_long_waits_stay(monkeypatch):
 
 
 def test_there_is_a_row_for_each_replica_however_many(monkeypatch):
-    monkeypatch.setattr(timeline, "MOST_SPANS", 4)
+    monkeypatch.setattr(timeline, "MAX_SPANS", 4)
     clock = Clock()
     rows = table()
     for replica in range(9):

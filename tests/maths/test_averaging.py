@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from daskdl.codec import Stamp
-from daskdl.codec.dense8 import MOST
+from daskdl.codec.dense8 import MAX_VALUE
 from daskdl.errors import CodecError
 from daskdl.training.parameter_averaging import RoundDecision, Vote
 from daskdl.training.tree_reduce import Key, ReduceOp, from_blob, to_blob
@@ -41,7 +41,7 @@ def test_decoded_values_plus_residual_are_the_array(shape, dtype):
 
     got = read(sent)
     assert (got.dtype, got.shape) == (array.dtype, array.shape)
-    assert 0 < np.abs(left).max() < np.abs(array).max() / MOST
+    assert 0 < np.abs(left).max() < np.abs(array).max() / MAX_VALUE
     np.testing.assert_array_equal(got + left, array)
 
 

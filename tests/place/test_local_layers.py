@@ -180,7 +180,7 @@ class TestTwoReplicas:
         assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
 
     def test_a_replica_reports_a_bounded_number_of_rows(self, monkeypatch):
-        monkeypatch.setattr(telemetry, "MOST_LAYER_ROWS", 8)  # two samples
+        monkeypatch.setattr(telemetry, "MAX_LAYER_ROWS", 8)  # two samples
 
         layers = sampled(master=TWO, batch_size=8, epochs=3).history_.layers
 

@@ -124,7 +124,7 @@ def slow_loss(output, y):
 def test_a_threshold_settles_inside_its_band(loss, monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: now[0], thread_time=time.thread_time)
     monkeypatch.setattr(measure, "time", clock if loss else time)
-    monkeypatch.setattr(measure, "LEAST_STEPS", 20)
+    monkeypatch.setattr(measure, "MIN_STEPS", 20)
     rule = daskdl.AdaptiveThreshold(initial=1e-9, min_density=0.2, max_density=0.5)
     master = daskdl.GradientSharing(rule)
 

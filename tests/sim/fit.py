@@ -50,7 +50,7 @@ from tests.sim.world import World
 from tests.support.problems import replica_spec
 
 POLL_S = 0.5
-MOST_STORAGE_S = 2.0  # for writing or reading a part of a checkpoint
+MAX_STORAGE_S = 2.0  # for writing or reading a part of a checkpoint
 TIMEOUTS = Timeouts(join=20, request=4, silence=6, stop=4, rejoin=20, data=20)
 
 
@@ -534,7 +534,7 @@ class Cluster:
         world, process = self.world, self.world.current.process
 
         def act():
-            world.current.sleep(world.random.uniform(0.0, MOST_STORAGE_S))
+            world.current.sleep(world.random.uniform(0.0, MAX_STORAGE_S))
             return action()
 
         return process.start(name, act)

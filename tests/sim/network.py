@@ -25,7 +25,7 @@ CONNECT_S = 30.0  # Dask tries to connect for so long
 AGAIN_S = 0.5  # between two of these attempts
 KEPT_S = 30.0  # until TCP notices that a machine is gone
 LATENCY_S = 2e-3  # mean
-LONGEST_S = 1.0
+MAX_DELAY_S = 1.0
 LATE, LATE_TIMES = 0.01, 30  # share of messages that take so many times as long
 
 
@@ -140,7 +140,7 @@ class Network:
         if chance.random() < LATE:
             mean_s *= LATE_TIMES
         delay_s = chance.uniform(0.1, 1.0) * mean_s + chance.expovariate(2 / mean_s)
-        return min(delay_s, LONGEST_S)
+        return min(delay_s, MAX_DELAY_S)
 
     async def ask(self, source, address, operation, fields):
         number = next(self._numbers)

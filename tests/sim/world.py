@@ -25,7 +25,7 @@ from daskdl.channel.transport import Clock
 LAST = 12  # events of each actor that a failure shows
 WAKE_S = 2e-4  # longest time until a thread that is notified runs
 PREEMPTED_S = 1e-3  # longest time that a thread is kept from running
-LONGEST_WAIT_S = 1000.0  # virtual; no wait of the channel may take longer
+MAX_WAIT_S = 1000.0  # virtual; no wait of the channel may take longer
 
 
 class Violation(AssertionError):
@@ -461,7 +461,7 @@ class WorldCondition:
         if result:
             return result
         what = waited_for()
-        end = began_at + (LONGEST_WAIT_S if timeout_s is None else timeout_s)
+        end = began_at + (MAX_WAIT_S if timeout_s is None else timeout_s)
         while not result and world.now < end:
             self.wait(end - world.now)
             result = ready()

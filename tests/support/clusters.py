@@ -168,6 +168,10 @@ class Tracked(nn.Module):
         ]
 
 
+# What an earlier test has left behind and reported: the tests after it are not to blame.
+reported: set = set()
+
+
 def left_behind(client):
     """What is on the scheduler and the workers when all should be forgotten."""
 
@@ -183,7 +187,11 @@ def left_behind(client):
 
     places = {"scheduler": client.run_on_scheduler(on_scheduler)}
     places |= client.run(on_worker)
-    return {place: things for place, things in places.items() if things}
+    new = {
+        place: [thing for thing in things if thing not in reported]
+        for place, things in places.items()
+    }
+    return {place: things for place, things in new.items() if things}
 
 
 def still_left_behind(client, within_s=60.0):
@@ -196,6 +204,16 @@ def still_left_behind(client, within_s=60.0):
     deadline = time.monotonic() + within_s
     while (left := left_behind(client)) and time.monotonic() < deadline:
         gc.collect()  # each look asks the scheduler and every worker
+    if left:
+        things = {thing for things in left.values() for thing in things}
+        reported.update(things)
+        keys = [thing for thing in things if isinstance(thing, str)]
+        stories = client.run(lambda dask_worker: dask_worker.state.story(*keys))
+        stories["scheduler"] = client.run_on_scheduler(
+            lambda dask_scheduler: dask_scheduler.story(*keys)
+        )
+        for place, story in stories.items():
+            print(place, *story, sep="\n  ")
     return left
 
 

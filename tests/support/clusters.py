@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ from torch import nn
 
 from daskdl import Callback
 from daskdl.channel.protocol import NAME
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -168,7 +171,7 @@ class Tracked(nn.Module):
         ]
 
 
-# What an earlier test has left behind and reported: the tests after it are not to blame.
+# What has been left behind and reported: the tests that follow are not to blame.
 reported: set = set()
 
 
@@ -213,7 +216,7 @@ def still_left_behind(client, within_s=60.0):
             lambda dask_scheduler: dask_scheduler.story(*keys)
         )
         for place, story in stories.items():
-            print(place, *story, sep="\n  ")
+            logger.error("%s: %s", place, "\n  ".join(map(str, story)))
     return left
 
 

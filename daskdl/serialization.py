@@ -8,16 +8,21 @@ tensors of an accelerator are loaded on the CPU.
 A module that cannot be pickled but was created by a function is pickled as the function
 and the module's state; unpickling calls the function again. Other modules with
 parametrizations are parametrized again when they are unpickled.
+
+Code of a notebook or script is pickled with the name and the lines of its file, which
+tracebacks in other processes show.
 """
 
 import copy
 import io
+import linecache
 import pickle
 import threading
 import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import cloudpickle
@@ -91,6 +96,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if self.kept is not None and isinstance(obj, type) and _has_no_module(obj):
             # The same class has its source in tracebacks, which a copy has not.
             return _value_of, (self._keep(obj),)
+        if isinstance(obj, types.CodeType):
+            create, arguments = self.dispatch_table[types.CodeType](obj)
+            lines = linecache.getlines(obj.co_filename)
+            return _code, (create, arguments, obj.co_filename, lines)
         if not isinstance(obj, nn.Module):
             return super().reducer_override(obj)
         function = _maker_of(obj) if self.remakes else None
@@ -133,6 +142,22 @@ class _PartState(NamedTuple):
 
 def _copied(kept: _Kept) -> Any:
     return copy.deepcopy(kept.value)
+
+
+def _code(
+    create: Callable[..., types.CodeType],
+    arguments: tuple[Any, ...],
+    file: str,
+    lines: list[str],
+) -> types.CodeType:
+    """Create code with the name of its file, which cloudpickle leaves out.
+
+    The lines are kept for tracebacks if this machine does not have the file.
+    """
+    if lines and not Path(file).is_file():
+        size = sum(len(line) for line in lines)
+        linecache.cache[file] = (size, None, lines, file)  # None: never out of date
+    return create(*arguments).replace(co_filename=file)
 
 
 def _bare(kind: type[nn.Module]) -> nn.Module:

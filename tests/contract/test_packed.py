@@ -1,8 +1,10 @@
 """Models as bytes: written once, shared by threads, or refused by name."""
 
+import linecache
 import pickle
 import sys
 import threading
+import traceback
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -118,6 +120,29 @@ def test_code_missing_on_the_worker_is_named_with_the_remedy(lose, cause, monkey
 
     with pytest.raises(ModelError, match=rf"model cannot.*here: {cause}.*upload"):
         packed.unpack()
+
+
+CELL = """\
+def loss(outputs, targets):
+    missing = lambda value: value.nothing  # the fault
+    return missing(outputs)
+"""
+
+
+def test_a_traceback_shows_the_lines_of_a_notebook_in_another_process():
+    lines = CELL.splitlines(keepends=True)
+    linecache.cache["cell 1"] = len(CELL), None, lines, "cell 1"
+    cell = {"__name__": "__main__"}
+    exec(compile(CELL, "cell 1", "exec"), cell)
+    packed = Packed(cell["loss"], "loss")
+    del linecache.cache["cell 1"]
+
+    with pytest.raises(AttributeError) as raised:
+        packed.unpack()(1, 1)
+
+    text = "".join(traceback.format_exception(raised.value))
+    assert 'File "cell 1", line 2, in <lambda>\n    missing = lambda value' in text
+    assert 'File "cell 1", line 3, in loss\n    return missing(outputs)' in text
 
 
 class HalfImported:

@@ -50,11 +50,11 @@ CUT_OFF = """(() => {
 
 SCROLLS_SIDEWAYS = "document.documentElement.scrollWidth > innerWidth"
 
-# Tables that are wider than the column of text, and would scroll in their box.
+# Tables that scroll sideways, themselves or in the box around them.
 WIDE = """(() => {
-  const edge = document.querySelector("article").getBoundingClientRect().right + 1;
+  const scrolls = box => box?.scrollWidth > box?.clientWidth;
   const wide = [...document.querySelectorAll("article table")].filter(
-    table => %s && table.getBoundingClientRect().right > edge
+    table => %s && [table, table.closest(".md-typeset__scrollwrap")].some(scrolls)
   );
   return wide.map(table => `TABLE: ${table.textContent.trim().slice(0, 60)}`);
 })()"""

@@ -79,12 +79,13 @@ test-slurm: .venv/installed
 	$(BIN)/python -m pytest -m jobqueue tests/jobqueue
 
 SEEDS := 1000
+CHAOS_SEEDS := 20
 
 sim: .venv/installed
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
 chaos: .venv/installed
-	DASKDL_CHAOS_SEEDS=20 $(BIN)/python -m pytest -m chaos tests/chaos
+	DASKDL_CHAOS_SEEDS=$(CHAOS_SEEDS) $(BIN)/python -m pytest -m chaos tests/chaos
 
 kills: .venv/installed
 	DASKDL_KILLS=50 $(BIN)/python -m pytest -m "" tests/cluster/test_kills.py

@@ -302,7 +302,7 @@ def main(quick: bool) -> int:
     sdist, wheel = build_packages()
     for package in (sdist, wheel):
         report.add(f"built dist/{package.name}, {package.stat().st_size / 1e3:.0f} kB")
-    twine = (sys.executable, "-m", "twine", "check", "--strict")
+    twine = (sys.executable, "-m", "twine", "--no-color", "check", "--strict")
     report.add(command(*twine, sdist, wheel).strip())
     report.left += faults_of_packages(sdist, wheel, tracked)
     report.left += faults_when_installed(wheel, report)

@@ -137,6 +137,7 @@ class Compressor:
         threshold: Threshold algorithm, or algorithms by pattern of parameter names.
         residual: Limits the residual after an exchange.
         apply: "eager" (the module computes with local) or "strict" (with shared).
+        momentum: Part of each committed update that the residual keeps, in [0, 1).
 
     Example:
         >>> import torch
@@ -164,7 +165,9 @@ class Compressor:
         threshold: ThresholdAlgorithm | Mapping[str, ThresholdAlgorithm],
         residual: ResidualPostProcessor,
         apply: Literal["eager", "strict"] = "eager",
+        momentum: float = 0.0,
     ) -> None:
+        self.momentum = momentum
         self.clipped = self.clipped_per_entry = 0.0
         thresholds = LayerThresholds.of(threshold)
         assigned = thresholds.assign(parameters.slices)  # before anything is changed
@@ -221,9 +224,11 @@ class Compressor:
     def commit_(self, update: PendingUpdate) -> None:
         """Take an update out of the residual, once the channel has accepted it.
 
-        Shared moves by the update. A sparse update then clips the residual and adds the
-        removed mass to ``clipped``; a dense one leaves only rounding errors. An update
-        that the channel did not accept is simply dropped.
+        Shared moves by the update, and the residual keeps ``momentum`` times the update,
+        so that it is sent again, smaller each time. A sparse update then clips the
+        residual and adds the removed mass to ``clipped``; a dense one leaves only
+        momentum and rounding errors. An update that the channel did not accept is
+        simply dropped.
 
         Args:
             update: Returned by the last :meth:`propose`, committed once; empty updates
@@ -235,7 +240,10 @@ class Compressor:
                 "again after a change of grid"
             )
         if isinstance(update, PendingDense):
-            self.vector.apply_counts_(counts_of(update.quantized), from_residual=True)
+            counts_N = counts_of(update.quantized)
+            self.vector.apply_counts_(
+                counts_N, from_residual=True, momentum=self.momentum
+            )
             for pattern, threshold in update.thresholds.items():
                 self.groups[pattern].record(threshold, DENSE_DENSITY)
             return
@@ -247,7 +255,8 @@ class Compressor:
                 f"from {self._residual!r}"
             )
         removed = self.vector.commit_(
-            update.entries_K, update.quantum_count, bound, update.body.levels_K
+            *(update.entries_K, update.quantum_count, bound),
+            *(update.body.levels_K, self.momentum),
         )
         self.clipped += removed
         self.clipped_per_entry = removed / max(update.entries, 1)

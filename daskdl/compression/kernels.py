@@ -124,20 +124,21 @@ class VectorGroup:
         bound: float = math.inf,
         local_factor: float = 1.0,
         levels_K: Tensor | None = None,
+        momentum: float = 0.0,
     ) -> float:
         """Take own entries out of the residual, then clip the residual there.
 
-        For each entry shared moves by its quanta, and local moves back by
-        ``local_factor - 1`` times as much, which it expects from other replicas. With
-        ``bound >= count * grid`` no other position can exceed the bound (it would be an
-        entry), so this equals clipping the whole residual. Returns the removed mass,
-        parameter units.
+        For each entry shared moves by its quanta, and the residual keeps ``momentum``
+        times as much: local moves by ``1 - local_factor * (1 - momentum)`` times the
+        quanta, since it expects the rest from other replicas. With ``bound >= count *
+        grid`` no other position can exceed the bound (it would be an entry), so this
+        equals clipping the whole residual. Returns the removed mass, parameter units.
         """
         positions_K, quanta_K = self.positions(entries_K), _quanta(entries_K, levels_K)
-        back = (1.0 - local_factor) * count * grid
+        moved = own_factor(local_factor, momentum) * count * grid
         self.shared_N[positions_K] += count * quanta_K
-        if back:
-            self.local_N[positions_K] += quanta_K.to(self.local_N.dtype) * back
+        if moved:
+            self.local_N[positions_K] += quanta_K.to(self.local_N.dtype) * moved
         most = local_factor * bound
         if most == math.inf:
             return 0.0
@@ -169,8 +170,8 @@ class VectorGroup:
     ) -> None:
         """Move shared by a dense update, and local by ``factor`` times the update.
 
-        The factor is 1 for another replica's update, and ``1 - local_factor`` for an
-        own one, which is taken out of the residual.
+        The factor is 1 for another replica's update, and `own_factor` for an own one,
+        which is taken out of the residual.
         """
         self.shared_N[where] += counts_N
         self.local_N[where] += _shared_values(self.local_N, counts_N, factor * grid)
@@ -199,6 +200,18 @@ class VectorGroup:
     def positions(self, entries_K: Tensor) -> Tensor:
         """Return the positions of entries within the group."""
         return entries_K.long().abs() - 1 - self.start
+
+
+def own_factor(local_factor: float, momentum: float) -> float:
+    """Return by how much of an own update local moves when it is sent.
+
+    Example:
+        >>> own_factor(local_factor=4.0, momentum=0.0)
+        -3.0
+        >>> own_factor(local_factor=4.0, momentum=0.75)
+        0.0
+    """
+    return 1.0 - local_factor * (1.0 - momentum)
 
 
 def most_levels(count: int) -> int:

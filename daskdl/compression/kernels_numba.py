@@ -27,7 +27,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from daskdl.codec.golomb import compiled
-from daskdl.compression.kernels import ALL, GUARD, INT32_MAX, VectorGroup, most_levels
+from daskdl.compression.kernels import (
+    ALL,
+    GUARD,
+    INT32_MAX,
+    VectorGroup,
+    most_levels,
+    own_factor,
+)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -198,16 +205,16 @@ def _commit_(
     count: int,
     limits: tuple[float, float, float],
 ) -> float:
-    """Move shared by own entries and local back, then limit local - shared.
+    """Move shared and local by own entries, then limit local - shared.
 
     ``levels_K`` are empty if each entry has one quantum. ``limits`` are the grid, the
     change of local for a positive quantum, and the bound on
     ``|local - shared * grid|``, all in local's dtype. Returns the mass cut from local.
     """
-    grid, back, most = limits
+    grid, moved, most = limits
     removed = 0.0
     last = entries_K.size - 1
-    shared_only = back == 0 and most == math.inf  # local is not read
+    shared_only = moved == 0 and most == math.inf  # local is not read
     for k in range(entries_K.size):
         coming = abs(np.int64(entries_K[min(k + ENTRIES_AHEAD, last)])) - 1 - base
         prefetch(shared_N, coming)
@@ -218,8 +225,8 @@ def _commit_(
         level = np.int64(levels_K[k]) if levels_K.size else np.int64(1)
         quanta = level if entry > 0 else -level
         shared_N[i] += count * quanta
-        if back != 0:
-            local_N[i] += local_N.dtype.type(quanta) * back
+        if moved != 0:
+            local_N[i] += local_N.dtype.type(quanta) * moved
         if most == math.inf:
             continue
         sent = local_N.dtype.type(shared_N[i]) * grid
@@ -340,11 +347,12 @@ class NumbaGroup(VectorGroup):
         bound: float = math.inf,
         local_factor: float = 1.0,
         levels_K: Tensor | None = None,
+        momentum: float = 0.0,
     ) -> float:
         local = self.local_N.numpy()
         limits = (
             local.dtype.type(grid),
-            local.dtype.type((1.0 - local_factor) * count * grid),
+            local.dtype.type(own_factor(local_factor, momentum) * count * grid),
             local.dtype.type(local_factor * bound),
         )
         levels = ONE_EACH if levels_K is None else levels_K.numpy()

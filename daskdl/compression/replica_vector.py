@@ -29,7 +29,7 @@ from torch import Tensor
 from daskdl.codec import DenseUpdate, Update
 from daskdl.compression import kernels_numba
 from daskdl.compression.flat import FlatParameters, empty, grid_for, working_dtype
-from daskdl.compression.kernels import INT32_MAX, VectorGroup
+from daskdl.compression.kernels import INT32_MAX, VectorGroup, own_factor
 from daskdl.errors import CodecError, RunError
 
 Counts = npt.NDArray[np.int32]
@@ -296,12 +296,14 @@ class ReplicaVector:
         count: int,
         bound: float,
         levels_K: npt.NDArray[np.uint8] | None = None,
+        momentum: float = 0.0,
     ) -> float:
-        """Take own entries out of the residual and move shared by them."""
+        """Move shared by own entries, of which the residual keeps ``momentum``."""
         removed = 0.0
         for group, part_K, quanta_K in self._split(entries_K, levels_K):
             removed += group.commit_(
-                part_K, count, self.grid, bound, self.local_factor, quanta_K
+                *(part_K, count, self.grid, bound, self.local_factor),
+                *(quanta_K, momentum),
             )
             if self._copied:
                 self._show_entries_(group, part_K)
@@ -322,14 +324,17 @@ class ReplicaVector:
             if self._copied:
                 self._show_entries_(group, part_K)
 
-    def apply_counts_(self, counts_N: Counts, *, from_residual: bool = False) -> None:
+    def apply_counts_(
+        self, counts_N: Counts, *, from_residual: bool = False, momentum: float = 0.0
+    ) -> None:
         """Move local and shared by a dense update, or by a sum of folded updates.
 
         Args:
             counts_N: Int32, shape (N,), steps of the grid.
             from_residual: The update is this replica's: take it out of the residual.
+            momentum: Part of such an update that the residual keeps, in [0, 1).
         """
-        factor = 1.0 - self.local_factor if from_residual else 1.0
+        factor = own_factor(self.local_factor, momentum) if from_residual else 1.0
         for group, where, part_N in self._split_counts(counts_N):
             group.apply_counts_(part_N, self.grid, factor, where)
         self._show_all_()

@@ -98,6 +98,7 @@ class GradientSharingExchange(Exchange):
             options.threshold,
             options.residual,
             options.apply,
+            options.momentum,
         )
         self._vector = self._compressor.vector
         names = {name: name for name in parameters.slices}
@@ -478,6 +479,11 @@ class GradientSharing(TrainingMaster):
             which behaves like data-parallel training at the same learning rate;
             ``"sum"`` is 1; or a number > 0. With ``apply="strict"`` this is a factor
             on each replica's learning rate.
+        momentum: Part of each update that a replica keeps in its residual and sends
+            again with later exchanges, in [0, 1): heavy-ball momentum on the shared
+            model, without a further vector or byte. Progress is multiplied by up to
+            ``1 / (1 - momentum)``, as if the learning rate were; no effect with one
+            replica.
         max_staleness: Most steps that a replica may be ahead of the slowest one when
             it starts an exchange interval, the steps between two exchanges. 0: replicas
             run in lockstep, and results are reproducible bit for bit. None: no limit.
@@ -535,6 +541,7 @@ class GradientSharing(TrainingMaster):
     residual: ResidualPostProcessor = field(default_factory=KeepResidual)
     apply: Literal["eager", "strict"] = "eager"
     update_scale: Literal["mean", "sum"] | float = "mean"
+    momentum: float = 0.0
     max_staleness: int | Literal["auto"] | None = "auto"
     exchange_every: int | Literal["auto"] = "auto"
     warmup_steps: int = 0
@@ -560,6 +567,8 @@ class GradientSharing(TrainingMaster):
             raise OptionError(
                 f"update_scale must be 'mean', 'sum' or a number > 0, got {scale!r}"
             )
+        if not (is_number(self.momentum) and 0 <= self.momentum < 1):
+            raise OptionError(f"momentum must be in [0, 1), got {self.momentum!r}")
         check_whole("max_staleness", self.max_staleness, 0, "auto", None)
         check_whole("exchange_every", self.exchange_every, 1, "auto")
         check_whole("warmup_steps", self.warmup_steps, 0)

@@ -224,10 +224,10 @@ class Compressor:
     def commit_(self, update: PendingUpdate) -> None:
         """Take an update out of the residual, once the channel has accepted it.
 
-        Shared moves by the update, and the residual keeps ``momentum`` times the update,
-        so that it is sent again, smaller each time. A sparse update then clips the
-        residual and adds the removed mass to ``clipped``; a dense one leaves only
-        momentum and rounding errors. An update that the channel did not accept is
+        Shared moves by the update, and the residual keeps ``momentum`` times as much,
+        which is sent again with later updates. A sparse update then clips the residual
+        and adds the removed mass to ``clipped``; a dense one leaves only what momentum
+        keeps, and rounding errors. An update that the channel did not accept is
         simply dropped.
 
         Args:

@@ -327,6 +327,8 @@ class Exchange(ABC):
             divergence messages.
         adds_up: Whether `update_scale` is 1 because replicas rarely change the same
             rows of embeddings; used only in divergence messages.
+        momentum: Part of its updates that it sends again; used only in divergence
+            messages.
         exchanged: Whether the last step ended with an exchange.
         averages_optimizer: Whether `sync` gives all replicas the same optimizer state,
             so that a checkpoint stores it once.
@@ -338,6 +340,7 @@ class Exchange(ABC):
     rate_factor: float = 1.0
     update_scale: float = 1.0
     adds_up: bool = False
+    momentum: float = 0.0
     exchanged: bool = True
     averages_optimizer: bool = False
     chooses: bool = False

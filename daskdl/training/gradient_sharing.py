@@ -90,6 +90,7 @@ class GradientSharingExchange(Exchange):
     def __init__(self, context: ReplicaContext, options: "GradientSharing") -> None:
         super().__init__(context)
         self._options = options
+        self.momentum = options.momentum
         self._channel = context.channel
         self._untrained = context.untrained
         parameters = FlatParameters(context.module)
@@ -568,7 +569,9 @@ class GradientSharing(TrainingMaster):
                 f"update_scale must be 'mean', 'sum' or a number > 0, got {scale!r}"
             )
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
-            raise OptionError(f"momentum must be in [0, 1), got {self.momentum!r}")
+            raise OptionError(
+                f"momentum must be a number in [0, 1), got {self.momentum!r}"
+            )
         check_whole("max_staleness", self.max_staleness, 0, "auto", None)
         check_whole("exchange_every", self.exchange_every, 1, "auto")
         check_whole("warmup_steps", self.warmup_steps, 0)
@@ -601,7 +604,9 @@ class GradientSharing(TrainingMaster):
     def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
         small = nn.Linear(8, 8, device=device, dtype=dtype)
         rule = next(iter(self.thresholds.values()))  # the patterns are for other names
-        compressor = Compressor(FlatParameters(small), rule, self.residual, self.apply)
+        compressor = Compressor(
+            FlatParameters(small), rule, self.residual, self.apply, self.momentum
+        )
         with torch.no_grad():
             small.weight.add_(1.0)
         compressor.vector.sync_from_parameters_()

@@ -222,6 +222,7 @@ class Symptoms:
         learning_rate: Rate of the optimizer's first group; NaN if it has none.
         scale: Weight of each replica's updates.
         adds_up: Whether it is 1 because of `GradientSharing.adapt_rate`.
+        momentum: Part of its updates that the replica sends again.
         replicas: Number of replicas that train.
         staleness: Steps ahead of the slowest replica, mean over this epoch.
         residual: 99th percentile of |residual| / threshold; NaN if unknown.
@@ -243,6 +244,7 @@ class Symptoms:
     learning_rate: float = math.nan
     scale: float = 1.0
     adds_up: bool = False
+    momentum: float = 0.0
     replicas: int = 1
     staleness: float = 0.0
     residual: float = math.nan
@@ -335,6 +337,11 @@ def _of_rate(s: Symptoms) -> Iterator[str]:
         yield (
             f"with this update_scale {s.replicas} replicas move {group:g} times as far "
             "as one alone at this rate: lower it, or use 'mean'"
+        )
+    if s.momentum and s.replicas > 1:
+        yield (
+            f"with GradientSharing(momentum={s.momentum:g}) replicas move up to "
+            f"{1 / (1 - s.momentum):.3g} times as far as without: lower it"
         )
 
 

@@ -847,6 +847,7 @@ class Replica:
             learning_rate=self.rate.value,
             scale=exchange.update_scale,
             adds_up=exchange.adds_up,
+            momentum=exchange.momentum,
             replicas=1 + len(self._channel.peers()),
             staleness=stats.lead_sum / max(stats.steps, 1),
             residual=exchange.step_stats().residual_p99,

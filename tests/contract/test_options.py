@@ -307,6 +307,8 @@ SHARING = cases([
     ("apply", Each(("lazy", None, True, ["eager"])), "must be 'eager' or 'strict'"),
     ("update_scale", Each((*NOT_ABOVE_0, "max", None, [1.0])),
      "must be 'mean', 'sum' or a number > 0"),
+    ("momentum", Each((-0.1, 1.0, 1, True, None, math.nan, "0.5")),
+     "must be a number in [0, 1)"),
     ("max_staleness", Each((-1, 1.0, True, "8", [8])),
      "must be a whole number >= 0 or 'auto' or None"),
     ("exchange_every", Each((*NOT_WHOLE, -1)), f"must be {WHOLE} or 'auto'"),

@@ -50,7 +50,10 @@ class Replica:
             rule = FixedThreshold(0.002)
         if case.layers:
             rule = {"b": FixedThreshold(0.03), "[ac]": rule}
-        self.compressor = Compressor(parameters, rule, residual, case.apply)
+        self.momentum = case.momentum
+        self.compressor = Compressor(
+            parameters, rule, residual, case.apply, case.momentum
+        )
         self.start = self.compressor.vector.shared_counts().astype(np.float64)
         self.moved = np.zeros(parameters.size)
         self.scale = 1.0  # so many times an update of the module's counts
@@ -94,7 +97,11 @@ class Replica:
     def take(self, update):
         frame = update.encode(codec.Stamp(1, 0, 0, 0))
         self.compressor.commit_(update)
-        return codec.decode(frame, run=1, size=self.compressor.vector.size)
+        vector = self.compressor.vector
+        received = codec.decode(frame, run=1, size=vector.size)
+        # Momentum is progress of the replica, too.
+        self.moved += self.momentum * vector.grid * counts_of(received, vector.grid)
+        return received
 
     def be_refused(self, amount):
         self.compressor.propose()
@@ -129,6 +136,7 @@ class Case(NamedTuple):
     apply: str
     clipping: bool
     layers: bool = False
+    momentum: float = 0.0
 
 
 EVENTS = [
@@ -193,16 +201,20 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestReplicas:
     @pytest.mark.parametrize(
-        ("clipping", "layers"),
-        [(False, False), (True, False), (False, True), (True, True)],
-        ids=["kept", "clipped", "kept-layers", "clipped-layers"],
+        ("clipping", "layers", "momentum"),
+        [
+            *((False, False, 0.0), (True, False, 0.0), (False, True, 0.0)),
+            *((True, True, 0.0), (False, False, 0.9), (True, True, 0.5)),
+        ],
+        ids=["kept", "clipped", "kept-layers", "clipped-layers", "momentum", "all"],
     )
     @given(replicas=st.integers(1, 4), events=events)
     @settings(max_examples=20)
     def test_nothing_is_lost_and_shared_agrees(
-        self, dtype, apply, clipping, layers, replicas, events
+        self, dtype, apply, clipping, layers, momentum, replicas, events
     ):
-        group, sent = run(Case(dtype, apply, clipping, layers), replicas, events)
+        case = Case(dtype, apply, clipping, layers, momentum)
+        group, sent = run(case, replicas, events)
 
         for replica in group:
             replica.receive(len(replica.waiting))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from daskdl.codec import Kind, SparseUpdate, Stamp
 from daskdl.compression import replica_vector
-from daskdl.compression.kernels import VectorGroup
+from daskdl.compression.kernels import VectorGroup, own_factor
 from daskdl.compression.kernels_numba import NumbaGroup
 from daskdl.compression.replica_vector import fold_, kernels_for
 from daskdl.training.gradient_sharing import GradientSharing
@@ -246,6 +246,18 @@ class TestLead:
         assert group.shared_N.tolist() == [64, -64, 0]
         assert cut == QUANTUM / 8
 
+    def test_with_momentum_the_residual_keeps_part_of_what_is_sent(self, kernel):
+        group = kernel([8 * QUANTUM, -8 * QUANTUM])
+        entries = ints([1, -2]).to(group.local_N.device)
+        levels = torch.tensor([2, 1], dtype=torch.uint8, device=entries.device)
+
+        group.commit_(entries, 64, GRID, math.inf, 4.0, levels, momentum=0.75)
+
+        # Residuals of 2 quanta; 2 and 1 are sent, 1.5 and .75 of them kept.
+        assert group.shared_N.tolist() == [128, -64]
+        residual = (group.local_N - group.shared_N * GRID) / 4.0
+        assert residual.tolist() == [1.5 * QUANTUM, -1.75 * QUANTUM]
+
 
 @st.composite
 def problems(draw):
@@ -265,9 +277,13 @@ def group_of(local, shared, kind=NumbaGroup, dtype=torch.float32):
     return kind(local_N, local_N, ints(shared), 0)
 
 
-@given(problems(), st.sampled_from([torch.float32, torch.float64]))
+@given(
+    problems(),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([0.0, 0.5, 0.9]),
+)
 @settings(max_examples=150)
-def test_numba_gives_the_bits_of_torch(problem, dtype):
+def test_numba_gives_the_bits_of_torch(problem, dtype, momentum):
     local, shared, count, local_factor = problem
     outcomes, cuts = [], []
     for kind in (NumbaGroup, VectorGroup):
@@ -276,9 +292,11 @@ def test_numba_gives_the_bits_of_torch(problem, dtype):
         bound = 1.3 * count * GRID
         cuts.append(group.commit_(entries, count, GRID, bound, local_factor, levels))
         group.apply_(entries, count, GRID, levels)
-        cuts[-1] += group.commit_(entries, count, GRID, bound, local_factor)
+        cuts[-1] += group.commit_(
+            entries, count, GRID, bound, local_factor, momentum=momentum
+        )
         group.apply_(entries, count, GRID)
-        group.apply_counts_(ints(shared), GRID, 1 - local_factor)
+        group.apply_counts_(ints(shared), GRID, own_factor(local_factor, momentum))
         residual = group.residual_counts(GRID, 2**22, local_factor)
         outcomes.append((entries, levels, group.local_N, group.shared_N, residual))
 

@@ -45,12 +45,13 @@ DATA = "check X for NaN, and the loss for a division by 0 or a logarithm of 0"
 NOTHING = "no step had succeeded: check X and y for NaN and infinity"
 GROUP = "with this update_scale"
 SPARSE = "use adapt_rate=False"
+AGAIN = "up to 5 times as far as without"
 SET = "set clip_grad_norm"
 CLIPPED = "gradients are clipped already"
 AHEAD = "ahead of the slowest"
 BEHIND = "thresholds or more"
 OFF = "if such a loss is expected, set max_loss_rise=None"
-ALL = [LEARNING, DATA, NOTHING, GROUP, SPARSE, SET, CLIPPED, AHEAD, BEHIND, OFF]
+ALL = [LEARNING, DATA, NOTHING, GROUP, SPARSE, AGAIN, SET, CLIPPED, AHEAD, BEHIND, OFF]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,12 @@ ALL = [LEARNING, DATA, NOTHING, GROUP, SPARSE, SET, CLIPPED, AHEAD, BEHIND, OFF]
         (RISING, {"replicas": 8, "adds_up": True}, [LEARNING, SET, SPARSE]),
         (RISING, {"adds_up": True}, [LEARNING, SET]),
         (RISING, {"replicas": 1, "scale": 8.0}, [LEARNING, SET]),
+        (
+            RISING,
+            {"replicas": 8, "scale": 1 / 8, "momentum": 0.8},
+            [LEARNING, SET, AGAIN],
+        ),
+        (RISING, {"momentum": 0.8}, [LEARNING, SET]),
         (RISING, {"clip_grad_norm": 1.0, "gradient_norm": 12.5}, [LEARNING, CLIPPED]),
         (RISING, {"clip_grad_norm": 1.0, "gradient_norm": 0.5}, [LEARNING]),
         (RISING, {"clip_grad_norm": 1.0, "gradient_norm": NAN}, [LEARNING]),

@@ -1,5 +1,6 @@
 """Gradient sharing among threads: nothing is lost, all agree; its options."""
 
+import functools
 import time
 
 import numpy as np
@@ -65,6 +66,8 @@ OPTIONS = [
     {"threshold": LAYERS, "warmup_steps": 6, "max_staleness": None},
     {"warmup_steps": 10**6},
     {"warmup_steps": 10**6, "max_staleness": 0},
+    {"momentum": 0.75},
+    {"momentum": 0.5, "warmup_steps": 6, "threshold": LAYERS, "max_staleness": 0},
 ]
 
 
@@ -115,6 +118,27 @@ def test_lockstep_runs_repeat_bit_for_bit(options):
     for name, value in runs[0][0].items():
         np.testing.assert_array_equal(value, runs[1][0][name])
     assert runs[0][1] == runs[1][1]
+
+
+def test_strict_sharing_with_momentum_is_the_heavy_ball_method():
+    x, y = rows(count=64)
+    options = {"max_staleness": 0, "apply": "strict", "warmup_steps": 10**6}
+    model, shared = mlp(), {}
+    for momentum in (0.0, 0.75):
+        master = shared_out(2, momentum=momentum, **options)
+        optimizer = functools.partial(torch.optim.SGD, lr=0.2)
+        fitted = trainer(False, model=model, master=master, optimizer=optimizer)
+        fitted.fit(x, y, epochs=12, batch_size=32)  # one step of each is all rows
+        shared[momentum] = vector(fitted.model_)
+
+    heavy_ball = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.75)
+    for _ in range(12):
+        heavy_ball.zero_grad()
+        nn.CrossEntropyLoss()(model(torch.tensor(x)), torch.tensor(y)).backward()
+        heavy_ball.step()
+
+    apart = (shared[0.75] - vector(model)).norm()  # eight bits round
+    assert apart < 0.02 * (shared[0.0] - vector(model)).norm()
 
 
 class Slowed(Callback):

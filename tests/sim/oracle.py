@@ -487,6 +487,20 @@ class SharingOfOne(GradientSharingExchange):
             return flushed
 
         self._vector.flush_residual_ = flushing_
+        commit_ = self._compressor.commit_
+
+        def committing_(update):
+            """What is sent leaves the residual, but for what momentum keeps."""
+            before_N, residual_N = self._shared(), self._residual()
+            commit_(update)
+            left_N = (1.0 - options.momentum) * (self._shared() - before_N)
+            off = np.abs(residual_N - left_N - self._residual()).max()
+            self._oracle.check(
+                off <= ROUNDING,
+                f"a commit of replica {context.replica} loses {off:g} of its residual",
+            )
+
+        self._compressor.commit_ = committing_
 
     @override
     def load_(self, common, per_replica):
@@ -504,6 +518,10 @@ class SharingOfOne(GradientSharingExchange):
 
     def _shared(self):
         return self._vector.shared_counts() * float(self._vector.grid)
+
+    def _residual(self):
+        (group,) = self._vector.groups
+        return self._vector.residual(group, slice(None)).double().numpy()
 
     @override
     def sync(self, interval, examples, *, ended):

@@ -174,7 +174,13 @@ class Scenario:
             validated(scenario, chance) if chance.random() < VALIDATED else scenario
         )
         chance = random.Random(f"narrow {seed}")
-        return narrow(scenario, chance) if chance.random() < NARROWED else scenario
+        scenario = narrow(scenario, chance) if chance.random() < NARROWED else scenario
+        chance = random.Random(f"momentum {seed}")
+        momentum = chance.choice([0.0, 0.0, 0.5, 0.75])
+        if isinstance(scenario.setup.master, GradientSharing):
+            master = replace(scenario.setup.master, momentum=momentum)
+            scenario.setup = replace(scenario.setup, master=master)
+        return scenario
 
     @property
     def may_fail(self):

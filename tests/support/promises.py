@@ -140,7 +140,10 @@ class Conservation:
 
     @pytest.mark.parametrize(
         "options",
-        [{}, {"exchange_every": 3}, {"max_staleness": 0}, {"max_staleness": None}],
+        [
+            *({}, {"exchange_every": 3}, {"max_staleness": 0}, {"max_staleness": None}),
+            {"exchange_every": 3, "momentum": 0.75},
+        ],
         ids=str,
     )
     def test_at_every_step_and_at_the_end(self, place, tmp_path, options):

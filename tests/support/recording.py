@@ -94,6 +94,7 @@ class RecordingChannel:
         sent: Origin and sequence of each update that was accepted.
         kinds: Of each of these, as a number.
         sent_N: Their sum, steps of the grid.
+        kept_N: What momentum has kept of it.
         received: Origin and sequence of each update that arrived unfolded.
         received_N: The sum of all that arrived.
         folds: How often updates arrived folded into one vector.
@@ -101,8 +102,10 @@ class RecordingChannel:
         leads: How far ahead this replica was after each wait for the others.
     """
 
-    def __init__(self, inner: Channel, copies: int = 1) -> None:
+    def __init__(self, inner: Channel, copies: int = 1, momentum: float = 0.0) -> None:
         self._inner = inner
+        self._momentum = momentum
+        self.kept_N = 0
         self._copies = copies
         self.sent = []
         self.kinds = []
@@ -123,7 +126,10 @@ class RecordingChannel:
             update = codec.decode(frame.tobytes())
             self.sent.append(update.stamp[1:3])
             self.kinds.append(int(frame[5]))
-            self.sent_N = self.sent_N + counts_of(update, GRID)
+            counts_N = counts_of(update, GRID)
+            self.sent_N = self.sent_N + counts_N
+            if not options.get("force"):  # else the replica leaves
+                self.kept_N = self.kept_N + self._momentum * counts_N
             for _ in range(self._copies - 1):  # as a retried request would
                 progress = self._inner._inbox.progress
                 self._inner._inbox.progress = progress._replace(
@@ -251,7 +257,8 @@ class Recording(Exchange):
         """Eager: local = start + what all have sent + the weighted residual."""
         channel = self._channel
         sent, others = channel.sent_N * GRID, channel.received_N * GRID
-        residual = self._progress - torch.as_tensor(sent)
+        kept = torch.as_tensor(channel.kept_N * GRID)
+        residual = self._progress + kept - torch.as_tensor(sent)
         shared = self._start + torch.as_tensor(sent + others)
         expected = shared + self._weight() * residual
         local = vector(self._seat.module)
@@ -284,7 +291,7 @@ class Recording(Exchange):
             partial,
             shared=shared,
             expected=self._start.numpy() + total_N * GRID,
-            progress=self._progress.numpy(),
+            progress=self._progress.numpy() + channel.kept_N * GRID,
             start=self._start.numpy(),
             carried=self._carried.numpy(),
             published=channel.sent,
@@ -324,7 +331,7 @@ class Recording(Exchange):
         # A step the stop fell into has moved the module, and is handed over too.
         np.savez(
             self._folder / f"{self._seat.replica}-left.npz",
-            progress=self._progress.numpy(),
+            progress=self._progress.numpy() + self._channel.kept_N * GRID,
             others=np.asarray(self._channel.received_N),
             local=vector(self._seat.module).numpy(),
         )
@@ -373,7 +380,7 @@ class Recorded(TrainingMaster):
         return self.inner.synchronous
 
     def attach(self, seat):
-        channel = RecordingChannel(seat.channel, self.copies)
+        channel = RecordingChannel(seat.channel, self.copies, self.inner.momentum)
         inner = self.inner.attach(replace(seat, channel=channel))
         return Recording(inner, seat, channel, self.folder, self.atol)
 

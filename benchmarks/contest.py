@@ -6,6 +6,7 @@ speed of a machine changes by the minute, so only ratios within a round are comp
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -87,6 +88,7 @@ class Course:
     target: float | None = None  # score at which training ends; None: never scored
     python: str = sys.executable  # the interpreter that has the contestants' libraries
     patience: float = 240.0  # seconds for a start, and a block on a slow link
+    own_core: bool = False  # for rank 0's training thread; all else shares the others
 
 
 def compete(
@@ -109,6 +111,9 @@ def compete(
     }
     if course.target is not None:
         options["target"] = course.target
+    cores = sorted(os.sched_getaffinity(0))
+    if course.own_core:
+        options["own-core"] = cores.pop(0)
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -139,6 +144,7 @@ def compete(
                     stderr=ends.enter_context(log.open("wb")),
                     env=environment,
                     cwd=ROOT,
+                    preexec_fn=functools.partial(os.sched_setaffinity, 0, cores),
                 )
                 ends.callback(end_tree, process)
                 processes.append(process)
@@ -211,6 +217,10 @@ def options(
         "--patience": {"type": float, "default": 240.0, "help": "seconds for a start"},
         "--python": {"default": sys.executable, "help": "has the libraries"},
         "--loopback": {"action": "store_true", "help": "all on this host; unlimited"},
+        "--own-core": {
+            "action": "store_true",
+            "help": "for rank 0, which counts alone",
+        },
         "--seeds": [0, 1, 2],
     }
 
@@ -225,6 +235,7 @@ def available(asked: argparse.Namespace, question: str) -> bool:
 
 def course_of(asked: argparse.Namespace, **changes: Any) -> Course:
     names = ("work", "optimizer", "seconds", "warm_up", "patience", "python")
+    names = (*names, "own_core")
     return Course(**{name: getattr(asked, name) for name in names} | changes)
 
 
@@ -310,6 +321,8 @@ Counted:  Samples/s of all hosts together, by the wall clock, without warm-up an
           same round.
           All keep freed memory for the next step, as daskdl's workers do (two variables
           of glibc), but for "freed memory returned": what that setting alone gives.
+          With `--own-core`, only rank 0 counts, whose training thread has a core to
+          itself; all other threads and processes share the other cores.
 Baseline: as many independent plain processes: the limit of these cores.
 Run:      python -m benchmarks links --rates unlimited 1gbit 100mbit 10mbit
 """

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ class Arguments:
     seconds: float = 5.0  # seconds of training that are; with a target, at most
     target: float | None = None  # score at which training ends; None: never scored
     began: float = field(default_factory=time.time)  # start of the contestant
+    own_core: int = -1  # CPU that only rank 0's training thread uses; -1: none
 
     @property
     def task(self) -> Task:
@@ -194,7 +196,9 @@ class Gauge:
         self.report = Report()
 
     def begin(self) -> None:
-        """Wait until all processes are ready to train."""
+        """Wait in the training thread until all processes are ready to train."""
+        if self._own.rank == 0 and self._own.own_core >= 0:
+            os.sched_setaffinity(0, {self._own.own_core})  # this thread only
         self._meeting.wait_for_all("begin")
         self.report.startup_s = time.time() - self._own.began
         self._start()
@@ -320,7 +324,9 @@ def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 def print_summary(arguments: Arguments, meeting: Meeting, **more: Any) -> None:
     """When all processes have reported."""
-    wanted = arguments.world if arguments.target is None else 1
+    # Where rank 0 alone has a core of its own, its speed alone counts.
+    several = arguments.target is None and arguments.own_core < 0
+    wanted = arguments.world if several else 1
     reports = [meeting.get(f"report {rank}") for rank in range(wanted)]
     print(json.dumps(summary(reports) | more), flush=True)
 

@@ -21,11 +21,15 @@ def few_steps(**changes):
     return Course(**course | changes)
 
 
-@pytest.mark.parametrize("name", ["ddp", "daskdl-16"])
-def test_a_contestant_trains_on_both_hosts_and_its_bytes_are_counted(place, name):
+@pytest.mark.parametrize(
+    ("name", "own_core"), [("ddp", False), ("daskdl-16", False), ("daskdl-16", True)]
+)
+def test_a_contestant_trains_on_both_hosts_and_its_bytes_are_counted(
+    place, name, own_core
+):
     place.limit("100mbit")
 
-    line = compete(CONTESTANTS[name], place, few_steps())
+    line = compete(CONTESTANTS[name], place, few_steps(own_core=own_core))
 
     assert "error" not in line
     assert line["samples_per_s"] > 0

@@ -392,11 +392,11 @@ class Trainer:
                 scored on them after each epoch, or in the epochs of an
                 :class:`~daskdl.Evaluate`. Or a fraction of the rows, such as 0.1, drawn
                 with the trainer's seed and excluded from training.
-            sample_weight: Weight of each row in the loss, >= 0, for data in memory: an
-                array, tensor or series. The loss of a step, and of an epoch in the
-                history, is the sum of weight * loss over the sum of the weights.
-                `validation` may then be (X, y, sample_weight); a fraction of the rows
-                keeps the weights.
+            sample_weight: Weight of each row in the loss, >= 0, for arrays and tables:
+                an array, tensor or series, in memory or of Dask. The loss of a step,
+                and of an epoch in the history, is the sum of weight * loss over the sum
+                of the weights. `validation` may then be (X, y, sample_weight); a
+                fraction of the rows keeps the weights.
             shuffle: Draw a new random order for each epoch, from the seed. None: as in
                 a `DataLoader`, else True.
             drop_last: Drop incomplete batches, at the end of a replica's epoch and
@@ -578,9 +578,9 @@ class Trainer:
                 torchmetrics metric or `MetricCollection`; a mapping of names to
                 functions and metrics, or of outputs to lists of metrics; or a list of
                 these.
-            sample_weight: Weight of each row in loss and accuracy, >= 0, for data in
-                memory; cannot be combined with `metrics`, and the trainer's own metrics
-                are skipped.
+            sample_weight: Weight of each row in loss and accuracy, >= 0, for arrays
+                and tables, see :meth:`fit`; cannot be combined with `metrics`, and the
+                trainer's own metrics are skipped.
             batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
             transform: See :meth:`fit`.
             label: Column, or key, of `X` that has the labels, see :meth:`fit`.
@@ -642,11 +642,12 @@ class Trainer:
             X: Inputs, or inputs and labels, of any type that :meth:`fit` takes.
             y: Labels, or None if `X` includes them.
             key: Keys of the scores: the name of a table column, which is then not an
-                input; a sequence with one value per row, for data in memory, datasets
-                and files; a one-dimensional `dask.array`, if the data are a
-                `dask.array`; for bags and lists of Delayed lists, whether their items
-                are pairs (key, example). None: detected for bags and lists, as with
-                `keyed` of :meth:`predict`; no keys for other data.
+                input; a sequence with one value per row, for all data but bags and
+                lists of Delayed objects, and dataframes of Dask; a one-dimensional
+                `dask.array`, if the data are one or a dataframe of Dask; for bags and
+                lists of Delayed lists, whether their items are pairs (key, example).
+                None: detected for bags and lists, as with `keyed` of :meth:`predict`;
+                no keys for other data.
             regularization: Add the penalty of weight decay and of a Keras model's
                 regularizers, which is the same number for each example.
             batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.

@@ -35,11 +35,11 @@ from typing_extensions import override
 
 from daskdl.config import Timeouts
 from daskdl.data import batching, tables
-from daskdl.data.batching import Rows, Tree
+from daskdl.data.batching import Rows, Tree, Weighted
 from daskdl.data.distribute import check_annotations
 from daskdl.data.named_columns import Columns, NamedRows, columns_in, few
 from daskdl.data.source import Facts, GraphPart, PartGraph, Source, culled
-from daskdl.data.tables import as_numpy, is_dask_array
+from daskdl.data.tables import as_numpy, is_dask_array, is_future
 from daskdl.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,6 @@ logger = logging.getLogger(__name__)
 MAX_WAIT_S = 5.0  # between two checks that workers can run the awaited tasks
 
 Finish = Callable[..., Rows]  # takes the values of a part, and its number `part`
-
-
-def is_future(value: Any) -> bool:
-    """Whether a value is a future of a Dask client."""
-    return type(value).__module__ == "distributed.client"
 
 
 def is_dask_frame(collection: Any) -> bool:
@@ -62,6 +57,21 @@ def is_dask_frame(collection: Any) -> bool:
 def is_partitioned(value: Any) -> bool:
     """Whether a value is a ``dask.array``, or a DataArray of one, or a dataframe."""
     return is_dask_array(tables.plain_array(value)) or is_dask_frame(value)
+
+
+def _partitions_of(value: Any) -> int:
+    return int(value.numblocks[0] if is_dask_array(value) else value.npartitions)
+
+
+def _blocks_of(array: np.ndarray, lengths: Sequence[int]) -> Any:
+    """Return an array in memory as a ``dask.array`` with blocks of these lengths.
+
+    A block is a view of its rows, so only these are sent to a worker.
+    """
+    import dask.array
+
+    chunks = (tuple(lengths), *array.shape[1:])
+    return dask.array.from_array(array, chunks, name=False)
 
 
 # ---- one graph
@@ -489,9 +499,77 @@ class Collections(Source):
 
     def beside(self, keys: Any) -> Self:
         """Return the same rows, computed together with a collection of their keys."""
-        keyed = self.finished(KeysBeside(self.finish))
-        keyed.partitions = Partitions(*self.partitions.collections, keys)
-        return keyed
+        return self._beside(keys, KeysBeside(self.finish))
+
+    @override
+    def weighted(self, weight: Any) -> Self:
+        weight = tables.plain_array(weight)
+        unlabelled = self.first_rows is not None and self.first_rows[1] is None
+        if unlabelled or not all(map(is_partitioned, self.partitions.collections)):
+            return super().weighted(weight)
+        if not is_partitioned(weight):
+            rows = None if self.lengths is None else sum(self.lengths)
+            weight = tables.checked_weights(weight, rows)
+        weights = self.aligned(weight, "sample_weight")
+        weighted = self._beside(weights, WeightsBeside(self.finish))
+        if self.first_rows is not None:
+            x, y = self.first_rows
+            weighted.first_rows = x, Weighted(y, np.ones(batching.length(x)))
+        return weighted
+
+    def _beside(self, values: Any, finish: Finish) -> Self:
+        beside = self.finished(finish)
+        beside.partitions = Partitions(*self.partitions.collections, values)
+        return beside
+
+    def aligned(self, values: Any, name: str) -> Any:
+        """Return values, one for each row, as a collection with the same partitions.
+
+        Args:
+            values: A numpy array, a ``dask.array`` or a column of a ``dask.dataframe``.
+            name: The argument of the user, for messages.
+
+        Raises:
+            DataError: If their number differs from that of the rows, or there are other
+                partitions of unknown lengths.
+        """
+        counted = None
+        if isinstance(values, np.ndarray):
+            counted = len(values)
+        elif is_dask_array(values) and not math.isnan(values.shape[0]):
+            counted = int(values.shape[0])
+        if counted is not None and self.lengths is not None:
+            tables.check_lengths({"X": sum(self.lengths), name: counted})
+            if isinstance(values, np.ndarray):
+                return _blocks_of(values, self.lengths)
+            # By tasks: a peer-to-peer rechunk could not be cut into parts.
+            return values.rechunk({0: self.lengths}, method="tasks")
+        if isinstance(values, np.ndarray):
+            raise _in_memory(name, {"X": self.partitions.collections[0]})
+        if _partitions_of(values) != self.parts:
+            raise DataError(
+                f"if the lengths of partitions are unknown, {name} must have as many "
+                f"as X, got {_partitions_of(values)} for {self.parts}"
+            )
+        return values
+
+
+def _in_memory(name: str, others: Mapping[str, Any]) -> DataError:
+    """The error that an array cannot be cut, as no partitions have known lengths."""
+    reference = next(
+        (other for other, value in others.items() if is_dask_array(value)), None
+    )
+    remedy = f"call {reference}.compute_chunk_sizes() first"
+    if reference is None:
+        reference = next(iter(others))
+        remedy = f"pass {reference}.to_dask_array(lengths=True)"
+        if reference.startswith("X"):
+            named = " that label= names" if name.startswith("y") else ""
+            remedy = f"make it a column of the dataframe{named}, or {remedy}"
+    return DataError(
+        f"{name} is in memory, and is divided like the partitions of {reference}, but "
+        f"Dask does not know their lengths: {remedy}"
+    )
 
 
 @dataclass(frozen=True)
@@ -532,6 +610,23 @@ class KeysBeside:
 
 
 @dataclass(frozen=True)
+class WeightsBeside:
+    """Makes rows from partitions of which the last has the weights of the rows."""
+
+    finish: Finish  # makes rows from the others
+
+    def __call__(self, values: list[Any], part: int) -> Rows:
+        """Return the rows, with `Weighted` labels."""
+        *others, weight = values
+        rows = NamedRows.of(self.finish(others, part=part))
+        x, labels = rows
+        where = f" of part {part}"
+        weights = tables.checked_weights(weight, batching.length(x), where)
+        weighted = x, Weighted(labels, weights)
+        return NamedRows.of(weighted, rows.columns, rows.classes)
+
+
+@dataclass(frozen=True)
 class Arranged:
     """Makes rows with another function, then puts their columns into a fixed order.
 
@@ -553,8 +648,8 @@ class Arranged:
 def _arranged(
     finish: Finish, columns: Columns, classes: Sequence[str] | None
 ) -> Finish:
-    if isinstance(finish, KeysBeside):  # keys are no columns
-        return KeysBeside(_arranged(finish.finish, columns, classes))
+    if isinstance(finish, KeysBeside | WeightsBeside):  # which are no columns
+        return type(finish)(_arranged(finish.finish, columns, classes))
     return Arranged(finish, columns, classes)
 
 
@@ -607,7 +702,10 @@ class _ArrayRows:
 
 
 def source_of_collections(x: Tree, y: Tree) -> Collections:
-    """Make a source of trees of ``dask.array``, DataArrays and ``dask.dataframe``."""
+    """Make a source of trees of ``dask.array``, DataArrays and ``dask.dataframe``.
+
+    Arrays and tables in memory are cut like the partitions of the collections.
+    """
     tables.check_structure(x, y)
     names = columns_in(x, y)
     frames = {
@@ -619,6 +717,10 @@ def source_of_collections(x: Tree, y: Tree) -> Collections:
     classes: dict[str, tuple[str, ...] | None] = {}
     zeros: list[np.ndarray | None] = []  # one row each, of the right shape and dtype
     for name, value in named.items():
+        if not is_partitioned(value):
+            classes[name], named[name] = _checked_array(value, name)
+            zeros.append(np.zeros_like(named[name][:1]))
+            continue
         classes[name], row = _checked(value, name)
         zeros.append(row)
     aligned, lengths = _aligned(named)
@@ -648,16 +750,19 @@ def _checked(value: Any, name: str) -> tuple[tuple[str, ...] | None, np.ndarray 
         classes = tables.check_columns(value._meta, name, name.startswith("y"))
         meta = tables.columns_of(value._meta, name, classes)
         return classes, np.zeros((1, *meta.shape[1:]), meta.dtype)
-    if not is_dask_array(value):
-        raise DataError(
-            f"{name} is in memory, but the other data are Dask collections; use "
-            f"dask.array.from_array({name}, chunks=...) with the chunks of the others, "
-            "or compute() the others"
-        )
     tables.check_array(value, name)
     if any(math.isnan(size) for size in value.shape[1:]):
         return None, None
     return None, np.zeros((1, *map(int, value.shape[1:])), value.dtype)
+
+
+def _checked_array(value: Any, name: str) -> tuple[tuple[str, ...] | None, np.ndarray]:
+    """Names of labels, or None; and the numbers of an array or a table in memory."""
+    label = name.startswith("y")
+    classes = tables.label_classes(value, name) if label else None
+    array = tables.array_of(value, name, classes, label)
+    tables.check_array(array, name)
+    return classes, as_numpy(array)
 
 
 def _aligned(named: Mapping[str, Any]) -> tuple[Sequence[Any], tuple[int, ...] | None]:
@@ -667,18 +772,25 @@ def _aligned(named: Mapping[str, Any]) -> tuple[Sequence[Any], tuple[int, ...] |
         for name, value in named.items()
         if is_dask_array(value) and not any(map(math.isnan, value.chunks[0]))
     }
-    tables.check_lengths({name: sum(rows) for name, rows in chunks.items()})
+    arrays = {name: v for name, v in named.items() if isinstance(v, np.ndarray)}
+    counted = {name: sum(rows) for name, rows in chunks.items()}
+    counted |= {name: len(array) for name, array in arrays.items()}
+    tables.check_lengths({name: counted[name] for name in named if name in counted})
     lengths = next(iter(chunks.values()), None)
+    if arrays:
+        if lengths is None:
+            lazy = {name: v for name, v in named.items() if name not in arrays}
+            raise _in_memory(next(iter(arrays)), lazy)
+        blocks = {name: _blocks_of(array, lengths) for name, array in arrays.items()}
+        named = {**named, **blocks}
+        chunks |= dict.fromkeys(blocks, lengths)
     if len(chunks) == len(named):
         # By tasks: a peer-to-peer rechunk could not be cut into parts.
         rechunked = [
             value.rechunk({0: lengths}, method="tasks") for value in named.values()
         ]
         return rechunked, lengths
-    counts = {
-        name: int(value.numblocks[0] if is_dask_array(value) else value.npartitions)
-        for name, value in named.items()
-    }
+    counts = {name: _partitions_of(value) for name, value in named.items()}
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"{count} of {name}" for name, count in counts.items())
         raise DataError(

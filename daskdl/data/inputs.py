@@ -29,7 +29,6 @@ from daskdl.data.dask_collections import (
     ExampleCollection,
     RowShare,
     is_dask_frame,
-    is_future,
     is_partitioned,
     paired_bags,
     paired_lists,
@@ -50,7 +49,7 @@ from daskdl.data.named_columns import (
 )
 from daskdl.data.source import Facts, Source, facts_of, is_known
 from daskdl.data.storage import are_paths
-from daskdl.data.tables import InMemory
+from daskdl.data.tables import InMemory, is_future
 from daskdl.data.torch_datasets import (
     CollatedDataset,
     Collation,
@@ -487,8 +486,11 @@ def _split_dataset(X: Any, y: Any, how: _RandomSplit) -> Halves:
 def _split_arrays(X: Any, y: Any, how: _RandomSplit) -> Halves:
     fraction = how.fraction
     leaves = batching.leaves_by_name((X, y))
-    if leaves and all(map(is_dask_frame, leaves.values())):
-        source = source_of_collections(X, y)
+    if any(map(is_dask_frame, leaves.values())):
+        labels = batching.labels_of(y)
+        source = source_of_collections(X, labels)
+        if isinstance(y, Weighted):
+            source = source.weighted(y.weight)
         train_share, held_share = (
             source.finished(RowShare(source.finish, fraction, how.seed, second))
             for second in (False, True)
@@ -596,9 +598,13 @@ def prepared(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
     This function replaces a `DataLoader` by its dataset, a Delayed object by a list of
     one, and two bags or lists of Delayed objects by one of pairs. It splits a label
     column from X, and stacks lists of examples unless they have a collate function. It
-    makes arrays of zarr lazy. Other data are returned unchanged. The function is
-    idempotent.
+    makes arrays of zarr lazy. Other data are returned unchanged, and `Weighted` labels
+    keep their weights. The function is idempotent.
     """
+    if isinstance(y, Weighted):
+        weight = _lazy(y.weight)
+        X, y, read = prepared(X, y.labels, read)
+        return X, Weighted(y, weight), read
     if isinstance(X, DataLoader):  # of validation, or of a pass over all rows
         X, _ = loader_arguments(X, {"batch_size": None}, {})
     if isinstance(X, Delayed) or is_future(X):
@@ -844,12 +850,12 @@ def with_expected_columns(
 
 
 def weighted_source(X: Any, y: Any, read: ReadOptions, **options: Any) -> Source:
-    """Make a source like `source_of`; labels in memory may be `Weighted`."""
+    """Make a source like `source_of`; labels may be `Weighted`."""
     if not isinstance(y, Weighted):
         return source_of(X, y, read, **options)
     names = ("X", "sample_weight")
     _check_dimensions(batching.leaves_by_name((X, y.weight), names))
-    return source_of(X, y.labels, read, **options).weighted(y.weight)
+    return source_of(X, y.labels, read, **options).weighted(_lazy(y.weight))
 
 
 def infer_metadata(

@@ -40,7 +40,6 @@ from daskdl.config import Timeouts, check_whole
 from daskdl.data import batching, storage
 from daskdl.data.batching import Rows
 from daskdl.data.checks import LabelCheck
-from daskdl.data.dask_collections import is_future
 from daskdl.data.distribute import answers_of, map_parts, workers_of
 from daskdl.data.inputs import (
     ReadOptions,
@@ -62,7 +61,7 @@ from daskdl.data.packed import (
 from daskdl.data.shuffle_plan import PIECE, ShufflePlan, Span, permutation
 from daskdl.data.source import STREAMED_ROWS, Source, rows_in
 from daskdl.data.storage import AnyPath, Store, are_paths, at_once, is_path, store_of
-from daskdl.data.tables import as_numpy
+from daskdl.data.tables import as_numpy, is_future
 from daskdl.data.unreadable import stream_readable
 from daskdl.errors import DataError, OptionError, short_tracebacks
 

@@ -232,12 +232,13 @@ class Source(ABC):
             weight: (rows,), a finite number >= 0 for each row.
 
         Raises:
-            DataError: If the rows are not in memory, have no labels, or do not match
-                the weights.
+            DataError: If the rows are not arrays or tables, have no labels, or do not
+                match the weights.
         """
         raise DataError(
-            "sample_weight is for X and y in memory; for other data, make the weights "
-            "a part of X, X=(X, weight), and weigh the rows in a step"
+            "sample_weight is for X and y that are arrays or tables, in memory or of "
+            "Dask; for other data, make the weights a part of X, X=(X, weight), and "
+            "weigh the rows in a step"
         )
 
     def arranged(self, columns: Columns, classes: Sequence[str] | None = None) -> Self:

@@ -46,8 +46,9 @@ def _has(name: str) -> Callable[[Any], bool]:
 
 # Remedies by kind of object; the first match applies.
 _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda x: _is_client(x), "pass it as client="),
     (
-        lambda x: type(x).__module__ in ("dask.delayed", "distributed.client"),
+        lambda x: _is_delayed(x) or is_future(x),
         "Delayed objects and futures hold pairs (x, y): give them as X",
     ),
     (_is(type), _ROW_EACH),
@@ -113,6 +114,22 @@ def is_dask_array(value: Any) -> bool:
     """Whether a value is a ``dask.array``, without importing Dask."""
     module = sys.modules.get("dask.array")
     return module is not None and isinstance(value, module.Array)
+
+
+def is_future(value: Any) -> bool:
+    """Whether a value is a future of a Dask client, without importing distributed."""
+    module = sys.modules.get("distributed")
+    return module is not None and isinstance(value, module.Future)
+
+
+def _is_client(value: Any) -> bool:
+    module = sys.modules.get("distributed")
+    return module is not None and isinstance(value, module.Client)
+
+
+def _is_delayed(value: Any) -> bool:
+    module = sys.modules.get("dask.delayed")
+    return module is not None and isinstance(value, module.Delayed)
 
 
 def is_data_array(value: Any) -> bool:
@@ -256,6 +273,38 @@ PARTS = 64
 PART_BYTES = 32 * 2**20  # approximate maximum, so that no part takes long to send
 
 
+def checked_weights(weight: Any, rows: int | None, where: str = "") -> np.ndarray:
+    """Return the weights of rows as float64.
+
+    Args:
+        weight: Array, tensor, series or list.
+        rows: Number of rows; None: unknown.
+        where: The part of the rows, whose weights may all be zero; empty: these are all
+            rows.
+
+    Raises:
+        DataError: If there is not one finite number >= 0 for each row.
+    """
+    try:
+        weights = np.asarray(weight, dtype=np.float64)
+    except (TypeError, ValueError):
+        weights = np.zeros(())
+    if weights.ndim != 1 or rows not in (None, len(weights)):
+        shape = getattr(weight, "shape", None) or type(weight).__name__
+        each = "each row" if rows is None else f"each of {rows} rows"
+        raise DataError(
+            f"sample_weight{where} must have one number for {each}, got {shape}"
+        )
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong) or not (where or weights.any()):
+        at = wrong[0] if len(wrong) else 0
+        raise DataError(
+            f"sample_weight{where} must be finite numbers >= 0, not all zero, got "
+            f"sample_weight[{at}] = {weights[at]}"
+        )
+    return weights
+
+
 class InMemory(Source):
     """Rows in memory; the rows of a part are copied when it is loaded or sent.
 
@@ -325,24 +374,7 @@ class InMemory(Source):
         x, labels = self.rows_in_memory
         if labels is None:
             return super().weighted(weight)
-        rows = batching.length(x)
-        try:
-            weights = np.asarray(weight, dtype=np.float64)
-        except (TypeError, ValueError):
-            weights = np.zeros(0)
-        if weights.shape != (rows,):
-            shape = getattr(weight, "shape", None) or type(weight).__name__
-            raise DataError(
-                f"sample_weight must have one number for each of {rows} rows, got "
-                f"{shape}"
-            )
-        wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
-        if len(wrong) or not weights.any():
-            at = wrong[0] if len(wrong) else 0
-            raise DataError(
-                "sample_weight must be finite numbers >= 0, not all zero, got "
-                f"sample_weight[{at}] = {weights[at]}"
-            )
+        weights = checked_weights(weight, batching.length(x))
         source = copy.copy(self)
         source._set((x, Weighted(labels, weights)))
         return source

@@ -23,7 +23,7 @@ from daskdl.data.batching import Batch, Rows, Tree
 from daskdl.data.dask_collections import Collections
 from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
 from daskdl.data.source import SHOWN_ROWS, Pieces, Source
-from daskdl.data.tables import as_numpy
+from daskdl.data.tables import as_numpy, is_dask_array
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation.evaluate import (
     Scorer,
@@ -497,6 +497,8 @@ def column_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
 def keys_of(source: Source, key: Any, kind: str) -> Keys | None:
     """Return the keys in a sequence or a ``dask.array``; None if there are none.
 
+    Keys of collections are cut like the rows.
+
     Args:
         source: The data without keys.
         key: The argument of `score_examples`.
@@ -509,13 +511,18 @@ def keys_of(source: Source, key: Any, kind: str) -> Keys | None:
         )
     if key is None or isinstance(key, bool):
         return None
-    if is_dask_collection(key) and hasattr(key, "chunks"):
-        return Keys(_rechunked_like(source, key, kind))
-    if source.lazy:
+    rows = source if isinstance(source, Collections) and not source.keyable else None
+    if is_dask_array(key):
+        if rows is None or key.ndim != 1:
+            raise OptionError(
+                "a dask.array as key must be one-dimensional and needs a dask.array or "
+                f"a dataframe as X; the key has {key.ndim} axes, and X is a {kind}"
+            )
+        return Keys(rows.aligned(key, "key"))
+    if source.lazy and rows is None:
         raise OptionError(
-            "key must be lazy if X is lazy: the name of a column, a one-dimensional "
-            "dask.array, or True for a bag, or a list of Delayed objects and futures, "
-            f"of pairs (key, example); got a {type(key).__name__}"
+            f"a {kind} as X has its keys in its examples, pairs (key, example), and "
+            f"key=True; got a {type(key).__name__}"
         )
     if isinstance(key, Tensor):
         key = as_numpy(key)
@@ -524,30 +531,10 @@ def keys_of(source: Source, key: Any, kind: str) -> Keys | None:
             "key must be the name of a column, or a one-dimensional sequence with one "
             f"value for each row, got a {type(key).__name__}"
         )
-    return Keys(key.tolist() if hasattr(key, "tolist") else list(key))
-
-
-def _rechunked_like(source: Source, key: Any, kind: str) -> Any:
-    """Rechunk a ``dask.array`` of keys like the first array of a source."""
-    chunks = source.block_lengths
-    if chunks is None or key.ndim != 1:
-        raise OptionError(
-            "a dask.array as key must be one-dimensional and needs a dask.array as X; "
-            f"the key has {key.ndim} axes, and X is a {kind}"
-        )
-    if not np.isnan([*chunks, *key.chunks[0]]).any():
-        if sum(chunks) != len(key):
-            raise DataError(
-                f"key must have one value for each row, got {len(key)} for "
-                f"{sum(chunks)} rows"
-            )
-        return key.rechunk({0: chunks}, method="tasks")
-    if key.numblocks[0] != len(chunks):
-        raise DataError(
-            "if block lengths are unknown, key must have as many blocks as X, got "
-            f"{key.numblocks[0]} for {len(chunks)}"
-        )
-    return key
+    if rows is None:
+        return Keys(key.tolist() if hasattr(key, "tolist") else list(key))
+    values = np.asarray(key, None if hasattr(key, "dtype") else object)
+    return Keys(rows.aligned(values, "key"))
 
 
 def _series_of_part(outputs: Sequence[np.ndarray], values: list[Any], name: Any) -> Any:

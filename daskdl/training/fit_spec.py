@@ -436,11 +436,8 @@ class FitSpec:
         if weighted and isinstance(validation, tuple) and len(validation) == 3:
             validation = validation[0], Weighted(*validation[1:])
         if is_number(validation):
-            weight = y.weight if isinstance(y, Weighted) else None
-            X, y, read = prepared(X, labels_of(y), read)
-            classes = number_labels(y, "y", classes)[1] or classes
-            if weight is not None:
-                y = Weighted(y, weight)
+            X, y, read = prepared(X, y, read)
+            classes = number_labels(labels_of(y), "y", classes)[1] or classes
             (X, y), validation = split_rows(X, y, validation, self.seed)
         labelled = not isinstance(self.objective, OwnStep)
         seed = self.seed if self.shuffle else None

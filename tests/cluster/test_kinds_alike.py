@@ -65,6 +65,7 @@ FEW = {
     "numpy",
     "lazy array",
     "persisted array",
+    "xarray beside pandas",
     "dask.dataframe",
     "dask.bag",
     "delayed",

@@ -5,6 +5,7 @@ import functools
 import dask
 import dask.bag as db
 import dask.dataframe as dd
+import distributed
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -36,6 +37,7 @@ X = np.arange(2.0 * ROWS, dtype=np.float32).reshape(ROWS, 2)
 Y = np.arange(ROWS) % 2
 NAMES = np.array(["dog", "cat"])[Y]  # the first label is the second class
 # Strings of varying length are new in NumPy 2.
+CLIENT = object.__new__(distributed.Client)  # of no cluster
 STRINGS = getattr(np.dtypes, "StringDType", lambda: NAMES.dtype)()
 NUMBERS = 1 - Y
 PAIRS = list(zip(X, Y, strict=True))
@@ -160,6 +162,14 @@ FORMS = {
     "dict of zarr": ({"a": zarr.array(X[:, 0], chunks=(3,)),
                       "b": zarr.array(X[:, 1], chunks=(8,))},
                      zarr.array(Y, chunks=(4,)), {}),
+    "zarr beside numpy": (zarr.array(X, chunks=(3, 1)), Y, {}),
+    "Dask beside pandas": (dask.array.from_array(X, ((3, 0, 5), 2)),
+                           pd.Series(Y, np.arange(ROWS)[::-1]), {}),
+    "lazy xarray beside torch": (ARRAYS.x.chunk(row=3), torch.from_numpy(Y), {}),
+    "lazy xarray beside xarray": (ARRAYS.x.chunk(row=3), ARRAYS.price, {}),
+    "pandas beside Dask": (TABLE[["a", "b"]], dask.array.from_array(Y, ((5, 3),)), {}),
+    "Dask table beside numpy": ({"a": dd.from_pandas(TABLE["a"], npartitions=2),
+                                 "b": X[:, 1]}, dask.array.from_array(Y, 4), {}),
     "loader": (loader(), None, {}),
     "loader of a list": (loader(PAIRS), None, {}),
     "loader of an own class": (loader(Own()), None, {}),
@@ -200,10 +210,11 @@ def test_lists_go_through_a_collate_function():
          "arrow"],
 )  # fmt: skip
 def test_labels_that_are_text_become_classes_in_sorted_order(y):
-    source, _, labels = rows(X, y)
+    for x in (X, zarr.array(X, chunks=(3, 2))):
+        source, _, labels = rows(x, y)
 
-    assert source.classes == ("cat", "dog")
-    assert labels.tolist() == NUMBERS.tolist()
+        assert source.classes == ("cat", "dog")
+        assert labels.tolist() == NUMBERS.tolist()
 
 
 def test_later_data_have_the_classes_of_the_first_fit():
@@ -352,6 +363,9 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
         (dask.array.from_array(X), dask.array.from_array(NAMES), {},
          "number the classes, y.map_blocks.*numpy.searchsorted"),
         (X, delayed(Y), {}, "futures hold pairs .x, y.: give them as X"),
+        (CLIENT, Y, {}, "X must be a .* got a distributed.Client; pass it as client="),
+        (CLIENT, None, {}, "got a distributed.Client; pass it as client="),
+        (X, CLIENT, {}, "y must be a .* got a distributed.Client; pass it as client="),
         (ARRAYS.x, ARRAYS.price[::-1], {}, "X and y differ in the coordinates of 'row'"
          ": align them with xarray.align, or pass .data to pair rows by position"),
         (ARRAYS.x, ARRAYS.price.rename(row="day"), {}, "X has 'row' and y 'day': tr"),
@@ -375,7 +389,8 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
         "label, y of bags", "labels",
         "label of an array", "label of a tuple", "label of files", "dicts", "splits",
         "text in a dataset", "text in a bag", "missing", "text of Dask",
-        "text in blocks", "Delayed y", "other order", "other dimension", "transposed",
+        "text in blocks", "Delayed y", "client, y", "client",
+        "y, client", "other order", "other dimension", "transposed",
         "chunks", "dataset, y", "dataset, dataset", "file, file",
         "table, name", "table, names", "Dask table, name", "stream, y", "list, y",
         "source, y",
@@ -418,7 +433,7 @@ def test_predictions_keep_the_index_of_a_table():
 @pytest.mark.parametrize(
     "form",
     ["table", "list of pairs", "loader", "dict of lists", "DataArrays",
-     "lazy DataArrays", "zarr"],
+     "lazy DataArrays", "zarr", "zarr beside numpy", "Dask beside pandas"],
 )  # fmt: skip
 def test_a_fraction_of_each_form_is_left_for_validation(form):
     x, y, options = FORMS[form]

@@ -95,9 +95,14 @@ class TestArraysAndDataframes:
             (lazy(), lazy(Y[1:]), "X and y must have the same length, got 23 and 22"),
             ({"a": lazy(), "b": (lazy(X[:4]),)}, None, "X['a'] and X['b'][0] must have "
              "the same length, got 23 and 4"),
-            (lazy(), Y, "y is in memory, but the other data are Dask collections; use "
-             "dask.array.from_array(y, chunks=...) with the chunks of the others"),
-            ((lazy(), X), lazy(Y), "X[1] is in memory"),
+            (lazy(), Y[1:], "X and y must have the same length, got 23 and 22"),
+            (unknown(), Y, "y is in memory, and is divided like the partitions of X, "
+             "but Dask does not know their lengths: call X.compute_chunk_sizes() fir"),
+            (frame(), Y, "make it a column of the dataframe that label= names, or pass "
+             "X.to_dask_array(lengths=True)"),
+            ((frame(), X), None, "X[1] is in memory, and is divided like the "
+             "partitions of X[0], but"),
+            (X, frame()["a"], "lengths: pass y.to_dask_array(lengths=True)"),
             (lazy(X.astype(complex)), lazy(Y), "X must hold real numbers"),
             (lazy(X[:0]), lazy(Y[:0]), "X must not be empty, got the shape (0, 2)"),
             (da.from_array(X, chunks=(5, 1)), lazy(Y), "X must be chunked along its "
@@ -110,8 +115,10 @@ class TestArraysAndDataframes:
              "that are not known yet; use y.cat.as_known()"),
             (lazy(), {}, "y must not be empty, got no array at all"),
         ],
-        ids=["lengths", "tree", "labels in memory", "inputs in memory", "complex",
-             "empty", "chunks", "partitions", "unknown", "strings", "categories", "no"],
+        ids=["lengths", "tree", "labels in memory", "unknown beside labels",
+             "table beside labels", "table beside inputs", "labels of a table",
+             "complex", "empty", "chunks", "partitions", "unknown", "strings",
+             "categories", "no"],
     )  # fmt: skip
     def test_that_do_not_go_together_are_refused_by_name(self, x, y, message):
         with pytest.raises(DataError, match=re.escape(message)):

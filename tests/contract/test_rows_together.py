@@ -1,20 +1,35 @@
 """Rows of X, y and keys belong together, whatever graph they are computed from."""
 
-import numpy as np
-import pytest
+import itertools
 
-from daskdl import data
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import xarray
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daskdl import (
+    GradientSharing,
+    ParameterAveraging,
+    data,
+)
 from daskdl.cli import _first_batch
 from daskdl.data.inputs import source_of, split_rows
 from tests.support.rows import (
     ARRAYS,
     FRAMES,
     KINDS,
+    ROWS,
     check_rows,
     data_of,
     examples,
     rows_of_scores,
     trainer,
+    weighted_loss,
 )
 
 # Dask 2026.8 reads and sorts so with pandas 3.1.
@@ -75,6 +90,22 @@ class TestKeys:
         assert rows_of_scores(scores) == pytest.approx(scores.index.to_numpy())
 
 
+# Parts of the one that is left out repeat random tasks, and have no such rows.
+@pytest.mark.parametrize(
+    "kind", [kind for kind in [*FRAMES, *ARRAYS] if "random and rech" not in kind]
+)
+def test_weights_are_those_of_their_rows(kind, tmp_path):
+    data, weight = _keyed(kind, tmp_path)
+    if isinstance(weight, str):
+        table, y = data
+        data, weight = (table[["a"]], y), table["id"]
+
+    score = trainer().evaluate(*data, sample_weight=weight)
+
+    rows = np.asarray(weight, dtype=float)  # random ones come in another order
+    assert score["loss"] == pytest.approx(weighted_loss(rows, rows))
+
+
 def test_keys_of_examples_are_of_the_computation_that_is_scored():
     keyed = examples().map(lambda pair: (int(pair[0].item()), pair))
 
@@ -116,3 +147,55 @@ def test_a_fraction_for_validation_shares_no_row_with_the_rest(kind, tmp_path):
     assert len(trained) + len(scored) == rows
     assert min(len(trained), len(scored)) > 0.2 * rows
     assert kind == "concatenated" or not {*trained} & {*scored}
+
+
+def _chunked(array, edges):
+    """A ``dask.array`` with blocks between these edges, of which some may be empty."""
+    chunks = tuple(b - a for a, b in itertools.pairwise([0, *sorted(edges), ROWS]))
+    return da.from_array(array, chunks=(chunks, *array.shape[1:]))
+
+
+FORMS = {
+    "numpy": lambda array, edges: array,
+    "torch": lambda array, edges: torch.from_numpy(array),
+    "pandas": lambda array, edges: (pd.Series, pd.DataFrame)[array.ndim - 1](array),
+    "dask": _chunked,
+    "zarr": lambda array, edges: zarr.array(
+        array, chunks=(len(edges) + 3, 1)[: array.ndim]
+    ),
+    "xarray": lambda array, edges: xarray.DataArray(
+        _chunked(array, edges), dims=["row", "column"][: array.ndim]
+    ),
+}  # fmt: skip
+EDGES = st.lists(st.integers(0, ROWS), max_size=5)
+FORM = st.tuples(st.sampled_from(sorted(FORMS)), EDGES)
+
+
+@pytest.mark.parametrize("master", [GradientSharing, ParameterAveraging])
+@settings(max_examples=30)
+@given(forms=st.tuples(FORM, FORM, FORM), share=st.booleans(), shuffle=st.booleans())
+def test_arrays_of_any_kinds_are_paired_row_by_row(master, forms, share, shuffle):
+    rows = np.arange(ROWS, dtype=np.float32)
+    weights = (rows * 7) % 10
+    X, y, weight = (
+        FORMS[form](array, edges)
+        for array, (form, edges) in zip(
+            (rows[:, None], -rows, weights), forms, strict=True
+        )
+    )
+    train, held = np.arange(ROWS), np.arange(ROWS)
+    if share:
+        (train, _), (held, _) = split_rows(train, None, 0.25, seed=0)
+
+    history = trainer(master=master()).fit(
+        X,
+        y,
+        sample_weight=weight,
+        validation=0.25 if share else (X, y, weight),
+        batch_size=8,
+        shuffle=shuffle,
+    )
+
+    assert history[0]["examples"] == len(train)
+    assert history[0]["loss"] == pytest.approx(weighted_loss(train, weights[train]))
+    assert history[0]["val_loss"] == pytest.approx(weighted_loss(held, weights[held]))

@@ -175,9 +175,26 @@ class TestKeys:
             ((X, Y), "id", OptionError, "X is a ndarray; pass a sequence with one"),
             ((X, Y), X, OptionError, "one value for each row, got a"),
             ((X, Y), True, OptionError, "key=True applies only to a bag, or a list"),
-            ((pairs(),), IDS, OptionError, "must be lazy if X is"),
+            ((pairs(),), IDS, OptionError, "a Bag as X has its keys in its exam"),
             (([delayed((X, Y))],), True, DataError, "0 must be .* pairs .*got a tuple"),
-            (blocks(), da.zeros(89, chunks=30), DataError, "got 89 for 90 rows"),
+            (
+                blocks(),
+                da.zeros(89, chunks=30),
+                DataError,
+                "same length, got 90 and 89",
+            ),
+            (
+                blocks(),
+                IDS[1:],
+                DataError,
+                "X and key must have the same length, got 90",
+            ),
+            (
+                (table()[NAMES], table()["label"]),
+                IDS,
+                DataError,
+                "key is in memory, .* make it a column of the dataframe, or pass X.to_",
+            ),
             (
                 blocks(),
                 da.zeros((90, 2)),
@@ -189,7 +206,14 @@ class TestKeys:
         ],
         ids=[
             *("length", "no table", "two axes", "no bag", "in memory", "no lists"),
-            *("lazy length", "lazy axes", "lazy key", "no such column"),
+            *(
+                "lazy length",
+                "length beside",
+                "table",
+                "lazy axes",
+                "lazy key",
+                "no such column",
+            ),
         ],
     )
     def test_keys_that_do_not_fit_the_data_are_refused(

@@ -9,8 +9,12 @@ import itertools
 import math
 
 import dask
+import dask.array as da
+import numpy as np
 import pytest
 import torch
+import xarray
+import zarr
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -280,6 +284,38 @@ def test_a_resumed_fit_and_a_loaded_trainer_are_the_same(
     for trainer in (whole, loaded):
         fits(trainer, 2)
     assert_same(loaded, whole, but)
+
+
+BESIDE = {
+    "zarr beside numpy": (lambda: zarr.array(X, chunks=(50, 6)), Y),
+    "xarray beside torch": (
+        lambda: xarray.DataArray(da.from_array(X, ((30, 0, 90), 6))),
+        torch.from_numpy(Y),
+    ),
+}
+
+
+@pytest.mark.parametrize("master", [sharing(), averaging()], ids=["sharing", "average"])
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_a_fit_of_lazy_rows_beside_labels_in_memory_is_resumed_and_stopped(
+    beside, master, url, one_thread
+):
+    x, y = beside
+    data = {
+        "sample_weight": np.arange(len(X)) % 3,
+        "validation": (x(), y, np.ones(len(X))),
+        "batch_size": 10,
+    }
+    stops = EarlyStopping("loss", patience=1, min_delta=1e9)  # after the second epoch
+    whole, resumed = one_of(url, master=master), one_of(f"{url}-later", master=master)
+    stopped = one_of(f"{url}-stopped", [stops], master=master)
+    whole.fit(x(), y, epochs=3, **data)
+
+    resumed.fit(x(), y, epochs=3, resume=at(url, 1), **data)
+    stopped.fit(x(), y, epochs=3, **data)
+
+    assert_same(resumed, whole)
+    assert stopped.history_.column("loss") == whole.history_.column("loss")[:2]
 
 
 def loaded_from(folder, **passed):

@@ -4,6 +4,8 @@ import functools
 import re
 
 import dask.array as da
+import dask.bag as bag
+import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
@@ -83,6 +85,23 @@ def test_a_fraction_takes_its_weights_along():
     assert history[0]["val_loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_fraction_of_a_dataframe_takes_its_weights_along():
+    table = pd.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": Y, "weight": WEIGHT})
+    lazy = dd.from_pandas(table, npartitions=3)
+    model = functools.partial(nn.Linear, 2, 4)
+    still = functools.partial(torch.optim.SGD, lr=1e-12)
+    fitted = trainer(False, model=model, optimizer=still)
+    halves = []
+    for weight in (lazy["weight"], lazy["weight"] * 0 + 1):
+        data = lazy[["a", "b"]], lazy["y"]
+        [epoch] = fitted.fit(*data, sample_weight=weight, validation=0.5)
+        halves.append((epoch["loss"], epoch["val_loss"]))
+
+    # The same rows are drawn, so their weights alone make a difference.
+    assert halves[0][0] != pytest.approx(halves[1][0], rel=1e-4)
+    assert halves[0][1] != pytest.approx(halves[1][1], rel=1e-4)
+
+
 def test_transforms_get_the_labels_alone():
     def doubled(batch):
         x, y = batch
@@ -110,8 +129,9 @@ DATA = X, Y
 
 
 EACH = "must have one number for each of 120 rows, got "
-MEMORY = "sample_weight is for X and y in memory; for other data, make"
-LAZY = da.from_array(X), da.from_array(Y)
+ARRAYS = "sample_weight is for X and y that are arrays or tables, in memory or of"
+LAZY = da.from_array(X, chunks=(50, 20)), Y
+UNKNOWN = LAZY[0][LAZY[0][:, 0] > 0], LAZY[0][LAZY[0][:, 0] > 0][:, 1]
 DATASET = (TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)),)
 # Data, weights, options of the trainer, and the error.
 UNUSABLE = {
@@ -120,8 +140,28 @@ UNUSABLE = {
     "negative": (DATA, -ONE, {}, DataError, "not all zero, got sample_weight[0] = -1"),
     "nan": (DATA, ONE * np.nan, {}, DataError, "finite numbers >= 0, not all zero, g"),
     "zero": (DATA, ONE * 0, {}, DataError, "not all zero, got sample_weight[0] = 0.0"),
-    "dask": (LAZY, ONE, {}, DataError, MEMORY),
-    "dataset": (DATASET, ONE, {}, DataError, MEMORY),
+    "bag": ((bag.from_sequence(zip(X, Y, strict=True)),), ONE, {}, DataError, ARRAYS),
+    "dataset": (DATASET, ONE, {}, DataError, ARRAYS),
+    "lazy, short": (LAZY, ONE[1:], {}, DataError, EACH + "(119,"),
+    "lazy, zero": (LAZY, ONE * 0, {}, DataError, "not all zero, got sample_weight[0]"),
+    "lazy weights, short": (
+        *(LAZY, da.ones(119), {}, DataError),
+        "X and sample_weight must have the same length, got 120 and 119",
+    ),
+    "lazy weights, negative": (
+        *(LAZY, -da.ones(120, chunks=40), {}, DataError),
+        " must be finite numbers >= 0, not all zero, got sample_weight[0] = -1",
+    ),
+    "unknown lengths": (
+        *(UNKNOWN, ONE, {}, DataError),
+        "sample_weight is in memory, and is divided like the partitions of X, but Dask "
+        "does not know their lengths: call X.compute_chunk_sizes() first",
+    ),
+    "unknown partitions": (
+        *(UNKNOWN, da.ones(120, chunks=20), {}, DataError),
+        "if the lengths of partitions are unknown, sample_weight must have as many as "
+        "X, got 6 for 3",
+    ),
     "loss": (
         *(DATA, ONE, {"loss": lambda out, y: functional.cross_entropy(out, y)}),
         OptionError,

@@ -18,6 +18,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import torch
+import xarray
+import zarr
 from dask import delayed
 from distributed import Client, wait
 from PIL import Image
@@ -216,6 +218,15 @@ def dict_labels(where):
     return Given(X, {"class": Y, "weight": X[:, 0]}, loss=of_dict)
 
 
+def zarr_beside_numpy(where):
+    return Given(zarr.array(X, chunks=(31, 1)), Y, output_type=da.Array)
+
+
+def xarray_beside_pandas(where):
+    x = xarray.DataArray(blocks()[0], dims=["row", "column"])
+    return Given(x, series(), output_type=da.Array)
+
+
 class Items(Dataset):
     def __len__(self):
         return ROWS
@@ -361,6 +372,8 @@ KINDS: dict[str, Callable[[Where], Given]] = {
     "dict of arrays": mixed_lazy,
     "arrays and tables": arrays_and_tables,
     "dict of labels": dict_labels,
+    "zarr beside numpy": zarr_beside_numpy,
+    "xarray beside pandas": xarray_beside_pandas,
     "TensorDataset": dataset_of_tensors,
     "Dataset": lambda where: Given(Items()),
     "collate_fn": lambda where: Given(data.dataset(Items(), collate_fn=collate)),

@@ -10,6 +10,8 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import torch
+import xarray
+import zarr
 from dask import delayed
 from torch import nn
 
@@ -97,6 +99,9 @@ def _of_table(table):
     return whole[:, 1:2], whole[:, 2], whole[:, 0].astype(np.int64)
 
 
+NUMBERS = np.arange(ROWS, dtype=np.float32)
+UNEQUAL = da.from_array(NUMBERS[:, None], chunks=((17, 0, 30, 1, 12), 1))
+
 ARRAYS = {
     "blocks": lambda: _columns(blocks()),
     "rechunked": lambda: _columns(blocks().rechunk((13, 1))),
@@ -111,7 +116,25 @@ ARRAYS = {
     ),
     "unknown lengths": lambda: _columns(_unknown(_shuffled_blocks(blocks()))),
     "of a table": lambda: _of_table(frame()),
-}
+    # Cut like the blocks beside them.
+    "labels and keys in memory": lambda: (UNEQUAL, -NUMBERS, list(range(ROWS))),
+    "inputs and keys in memory": lambda: (
+        NUMBERS[:, None], -UNEQUAL[:, 0], np.arange(ROWS)
+    ),
+    "zarr and series": lambda: (
+        zarr.array(NUMBERS[:, None], chunks=(7, 1)),
+        pd.Series(-NUMBERS, np.arange(ROWS)[::-1]),  # in memory, an index means nothing
+        pd.Series(range(ROWS)),
+    ),
+    "xarray and tensors": lambda: (
+        xarray.DataArray(UNEQUAL, dims=["row", "column"]),
+        torch.from_numpy(-NUMBERS),
+        torch.arange(ROWS),
+    ),
+    "table and blocks": lambda: (
+        frame()[["a"]], -da.arange(ROWS, chunks=15, dtype=np.float32), range(ROWS)
+    ),
+}  # fmt: skip
 
 
 def examples():
@@ -154,8 +177,8 @@ ARRAYS = {f"array, {kind}": make for kind, make in ARRAYS.items()}
 KINDS = [*FRAMES, *ARRAYS, *OTHERS]
 
 
-def trainer(client=False):
-    fitted = Trainer(Echo(), nn.MSELoss(), "sgd", lr=1e-12, client=client)
+def trainer(client=False, **options):
+    fitted = Trainer(Echo(), nn.MSELoss(), "sgd", lr=1e-12, client=client, **options)
     fitted.model_ = fitted.model
     return fitted
 
@@ -177,6 +200,11 @@ def check_rows(batch):
     if not torch.equal(x[:, 0], -y):
         raise ValueError(f"rows {x[:, 0].tolist()} met labels {y.tolist()}")
     return batch
+
+
+def weighted_loss(rows, weights):
+    """The squared error of `Echo` for some rows and their weights."""
+    return np.average((2.0 * np.asarray(rows)) ** 2, weights=weights)
 
 
 def rows_of_scores(scores):

@@ -1,6 +1,7 @@
 """Sources of parts that a test writes down; results of a cluster without one."""
 
 from dask._task_spec import TaskRef
+from distributed import Future
 
 from daskdl.data import batching
 from daskdl.data.source import Source
@@ -50,15 +51,16 @@ def unlabelled(*arrays, kind=Parts):
     return kind(*((x, None) for x in arrays))
 
 
-class Held(TaskRef):
+class Held(Future):
     """As much of a future of Dask's as data made of results need."""
 
-    __module__ = "distributed.client"  # by which they are told
-
     def __init__(self, key, value):
-        super().__init__(key)
+        TaskRef.__init__(self, key)  # without a client
         self._value = value
         self.asked = 0
+
+    def __del__(self):
+        pass
 
     def __reduce__(self):
         raise AssertionError("a future must not travel")

@@ -10,6 +10,8 @@ import struct
 import sys
 import threading
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
 from importlib.util import find_spec
 
 import numpy as np
@@ -259,7 +261,7 @@ class TestPage:
 
         seen = asyncio.run(look())
         assert seen["figures"] >= 9
-        assert (seen["overlaps"], seen["wider"]) == ([], 0)
+        assert (seen["overlaps"], seen["wider"], seen["cut"]) == ([], 0, [])
 
     @needs_chromium
     def test_a_run_appears_on_a_page_that_is_open_and_goes_on(self, watched, tmp_path):
@@ -291,6 +293,83 @@ class TestPage:
         asyncio.run(look())
 
 
+# Values of a curve, and the labels of its axis.
+AXES = {
+    "bytes": (np.geomspace(900, 2e5), ["1 kiB", "10 kiB", "100 kiB"]),
+    "many bytes": (np.geomspace(3, 5e9), ["1 kiB", "1 MiB", "1 GiB"]),
+    "alike": (np.linspace(2e6, 4e6), ["2 MiB", "2.5 MiB", "3 MiB", "3.5 MiB"]),
+    "steps": (np.linspace(1.2e6, 1.203e6, 50), ["1,200,000", "1,201,000", "1,202,000",
+                                                "1,203,000"]),
+    "losses": (np.geomspace(0.002, 2), ["0.01", "0.1", "1"]),
+}  # fmt: skip
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers as the scheduler would, of a run with `AXES` as its figures."""
+
+    def do_GET(self):
+        head = {
+            **dict.fromkeys(("name", "title", "state", "why"), "axes"),
+            **{"id": "a", "phase": "training", "version": "1", "numbers": []},
+            "ended": None,
+        }
+        curves = [np.arange(50.0), *(values for values, _ in AXES.values())]
+        section = {
+            "version": "1",
+            "last": "",
+            "columns": [],
+            "replicas": [],
+            "arrays": [
+                base64.b64encode(values.astype("<f4").tobytes()).decode()
+                for values in curves
+            ],
+            "figures": [
+                {
+                    "title": title,
+                    "x": "seconds",
+                    "unit": "" if title in ("steps", "losses") else "B",
+                    "curves": [
+                        {"name": "c", "color": "red", "width": 1, "x": 0, "y": i}
+                    ],
+                }
+                for i, title in enumerate(AXES, 1)
+            ],
+        }
+        content = {
+            "/daskdl": resources.files("daskdl.channel").joinpath("dashboard.html"),
+            "/daskdl/runs": {"now": 0, "runs": [head]},
+            "/daskdl/runs/a": section,
+        }[self.path]
+        self.send_response(200)
+        self.end_headers()
+        text = json.dumps(content) if isinstance(content, dict) else content.read_text()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+@needs_chromium
+@pytest.mark.timeout(TIMEOUT_S)
+def test_an_axis_has_round_labels_that_fit(tmp_path):
+    async def look(address):
+        async with opened(address, tmp_path) as page:
+            await page.until(*AXES, within_s=WITHIN_S)
+            return await page.value(LABELS), await page.value(OVERLAPS)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        answering = threading.Thread(target=server.serve_forever)
+        answering.start()
+        labels, seen = asyncio.run(
+            look(f"http://127.0.0.1:{server.server_port}/daskdl")
+        )
+        server.shutdown()
+        answering.join()
+
+    assert labels == {title: expected for title, (_, expected) in AXES.items()}
+    assert seen["cut"] == []
+
+
 class Appears(nn.Sequential):
     """A model with a name of its own on the page."""
 
@@ -298,6 +377,11 @@ class Appears(nn.Sequential):
         super().__init__(*mlp())
 
 
+# Labels of the vertical axis of each figure, by its title.
+LABELS = """Object.fromEntries([...document.querySelectorAll("svg")].map(svg => [
+  svg.getAttribute("aria-label"),
+  [...svg.querySelectorAll("text.y")].map(label => label.textContent),
+]))"""
 # Names of the runs whose sections are open.
 OPEN = """[...document.querySelectorAll("details[open] strong")]
   .map(name => name.textContent)"""
@@ -305,7 +389,8 @@ OPEN = """[...document.querySelectorAll("details[open] strong")]
 FETCHED = """[...new Set(performance.getEntriesByType("resource")
   .map(entry => new URL(entry.name).pathname)
   .filter(path => path.startsWith("/daskdl/runs/")))]"""
-# Pairs of figures that overlap, and pixels by which the page is wider than its window.
+# Pairs of figures that overlap, pixels by which the page is wider than its window, and
+# labels that are cut off.
 OVERLAPS = """(() => {
   const figures = [...document.querySelectorAll("figure")];
   const boxes = figures.map(figure => figure.getBoundingClientRect());
@@ -317,7 +402,13 @@ OVERLAPS = """(() => {
   }
   const root = document.documentElement;
   const wider = Math.max(0, root.scrollWidth - innerWidth);
-  return {figures: figures.length, overlaps, wider};
+  const labels = [...document.querySelectorAll("svg text")].filter(text => {
+    const label = text.getBoundingClientRect();
+    const box = text.closest("svg").getBoundingClientRect();
+    return label.left < box.left || label.right > box.right;
+  });
+  const cut = labels.map(label => label.textContent);
+  return {figures: figures.length, overlaps, wider, cut};
 })()"""
 
 

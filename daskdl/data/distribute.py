@@ -577,11 +577,25 @@ class _PartTasks:
         self._losses: Counter[int] = Counter()  # by part
 
     def _share(self) -> Future:
-        """Send all workers the function, and the source unless it is `sent_by_part`."""
+        """Send the function, and the source unless it is `sent_by_part`, to a worker.
+
+        The others fetch it with their first task. If `scatter` copied it to all, Dask's
+        active memory manager could drop a copy meanwhile, and `scatter` would copy it
+        again: the scheduler may then forget that copy, which the worker keeps for ever
+        (seen in distributed 2026.8).
+        """
         nbytes = sum(packed.payload.nbytes for packed in self._packed)
         what, key = f"the function and its data ({nbytes} bytes)", new_key("pass")
-        data = {key: self._packed}
-        return scatter(self._client, data, self._workers, self._bound, what)[key]
+        data, workers = {key: self._packed}, list(self._workers)
+        while True:
+            try:
+                return scatter(self._client, data, workers[:1], self._bound, what)[key]
+            except WaitTimeoutError:
+                raise
+            except OSError:
+                if len(workers) == 1:
+                    raise
+                del workers[0]  # it has left
 
     def results(self, numbers: Iterator[int]) -> Iterator[tuple[int, Any]]:
         """Yield results as they arrive; each one starts the task of another part."""

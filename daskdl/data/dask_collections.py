@@ -556,9 +556,8 @@ class Collections(Source):
 
 def _in_memory(name: str, others: Mapping[str, Any]) -> DataError:
     """The error that an array cannot be cut, as no partitions have known lengths."""
-    reference = next(
-        (other for other, value in others.items() if is_dask_array(value)), None
-    )
+    arrays = (place for place, value in others.items() if is_dask_array(value))
+    reference = next(arrays, None)
     remedy = f"call {reference}.compute_chunk_sizes() first"
     if reference is None:
         reference = next(iter(others))

@@ -46,9 +46,9 @@ def _has(name: str) -> Callable[[Any], bool]:
 
 # Remedies by kind of object; the first match applies.
 _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (lambda x: _is_client(x), "pass it as client="),
+    (lambda x: _is_of(x, "distributed", "Client"), "pass it as client="),
     (
-        lambda x: _is_delayed(x) or is_future(x),
+        lambda x: _is_of(x, "dask.delayed", "Delayed") or is_future(x),
         "Delayed objects and futures hold pairs (x, y): give them as X",
     ),
     (_is(type), _ROW_EACH),
@@ -110,32 +110,25 @@ _MAX_ITEM_BYTES = 8
 _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
+def _is_of(value: Any, module: str, kind: str) -> bool:
+    """Whether a value is of a class, without importing the module of the class."""
+    imported = sys.modules.get(module)
+    return imported is not None and isinstance(value, getattr(imported, kind))
+
+
 def is_dask_array(value: Any) -> bool:
-    """Whether a value is a ``dask.array``, without importing Dask."""
-    module = sys.modules.get("dask.array")
-    return module is not None and isinstance(value, module.Array)
+    """Whether a value is a ``dask.array``."""
+    return _is_of(value, "dask.array", "Array")
 
 
 def is_future(value: Any) -> bool:
-    """Whether a value is a future of a Dask client, without importing distributed."""
-    module = sys.modules.get("distributed")
-    return module is not None and isinstance(value, module.Future)
-
-
-def _is_client(value: Any) -> bool:
-    module = sys.modules.get("distributed")
-    return module is not None and isinstance(value, module.Client)
-
-
-def _is_delayed(value: Any) -> bool:
-    module = sys.modules.get("dask.delayed")
-    return module is not None and isinstance(value, module.Delayed)
+    """Whether a value is a future of a Dask client."""
+    return _is_of(value, "distributed", "Future")
 
 
 def is_data_array(value: Any) -> bool:
-    """Whether a value is an ``xarray.DataArray``, without importing xarray."""
-    module = sys.modules.get("xarray")
-    return module is not None and isinstance(value, module.DataArray)
+    """Whether a value is an ``xarray.DataArray``."""
+    return _is_of(value, "xarray", "DataArray")
 
 
 def plain_array(value: Any) -> Any:

@@ -507,7 +507,7 @@ class Collections(Source):
         unlabelled = self.first_rows is not None and self.first_rows[1] is None
         if unlabelled or not all(map(is_partitioned, self.partitions.collections)):
             return super().weighted(weight)
-        if not is_partitioned(weight):
+        if not is_partitioned(weight) or weight.ndim != 1:
             rows = None if self.lengths is None else sum(self.lengths)
             weight = tables.checked_weights(weight, rows)
         weights = self.aligned(weight, "sample_weight")

@@ -590,10 +590,8 @@ class _PartTasks:
         while True:
             try:
                 return scatter(self._client, data, workers[:1], self._bound, what)[key]
-            except WaitTimeoutError:
-                raise
-            except OSError:
-                if len(workers) == 1:
+            except OSError as error:
+                if isinstance(error, WaitTimeoutError) or len(workers) == 1:
                     raise
                 del workers[0]  # it has left
 

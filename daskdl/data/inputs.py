@@ -486,8 +486,9 @@ def _split_dataset(X: Any, y: Any, how: _RandomSplit) -> Halves:
 def _split_arrays(X: Any, y: Any, how: _RandomSplit) -> Halves:
     fraction = how.fraction
     leaves = batching.leaves_by_name((X, y))
-    if any(map(is_dask_frame, leaves.values())):
-        labels = batching.labels_of(y)
+    labels = batching.labels_of(y)
+    rows = batching.leaves_by_name((X, labels)).values()
+    if any(map(is_dask_frame, leaves.values())) and any(map(is_partitioned, rows)):
         source = source_of_collections(X, labels)
         if isinstance(y, Weighted):
             source = source.weighted(y.weight)

@@ -4,6 +4,7 @@ This module does not import dask.array, pandas and pyarrow at the top: their obj
 exist only if other code has imported these libraries.
 """
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -278,10 +279,10 @@ def checked_weights(weight: Any, rows: int | None, where: str = "") -> np.ndarra
     Raises:
         DataError: If there is not one finite number >= 0 for each row.
     """
-    try:
-        weights = np.asarray(weight, dtype=np.float64)
-    except (TypeError, ValueError):
-        weights = np.zeros(())
+    weights = np.zeros(())
+    if getattr(weight, "ndim", 1) == 1:  # without computing what is wrong anyway
+        with contextlib.suppress(TypeError, ValueError):
+            weights = np.asarray(weight, dtype=np.float64)
     if weights.ndim != 1 or rows not in (None, len(weights)):
         shape = getattr(weight, "shape", None) or type(weight).__name__
         each = "each row" if rows is None else f"each of {rows} rows"

@@ -148,6 +148,10 @@ UNUSABLE = {
         *(LAZY, da.ones(119), {}, DataError),
         "X and sample_weight must have the same length, got 120 and 119",
     ),
+    "lazy weights, a column": (
+        *(LAZY, da.ones((120, 1)), {}, DataError),
+        EACH + "(120, 1)",
+    ),
     "lazy weights, negative": (
         *(LAZY, -da.ones(120, chunks=40), {}, DataError),
         " must be finite numbers >= 0, not all zero, got sample_weight[0] = -1",

@@ -7,6 +7,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from distributed import Client
 from distributed.utils_test import poll_for
 
 from daskdl.data import distribute
@@ -70,6 +71,20 @@ def test_data_are_validated_where_the_parts_are(client):
         ("box 3", 1, "non-finite"),
         ("box 8", 8, "invalid label"),
     ]
+
+
+def test_what_all_tasks_need_is_sent_to_one_worker(client, monkeypatch):
+    """Copies that `scatter` makes may be left on workers, see `_PartTasks`."""
+    scatter, places = Client.scatter, []
+
+    def noting(self, values, workers, **options):
+        places.append((len(workers), options.get("broadcast", False)))
+        return scatter(self, values, workers=workers, **options)
+
+    monkeypatch.setattr(Client, "scatter", noting)
+    Standardize().fit(Boxes(), client=client)
+
+    assert set(places) == {(1, False)}
 
 
 # ---- losses

@@ -118,6 +118,18 @@ def test_the_landing_page_links_to_the_repository_once_it_has_an_address(
     assert expected in markdown
 
 
+@needs_mkdocs
+def test_a_reader_of_a_page_asks_the_host_of_the_repository_for_nothing():
+    hook = runpy.run_path(str(DOCS / "repository.py"))["on_post_page"]
+    theme = Path(importlib.util.find_spec("material").origin).parent
+    link = (theme / "templates" / "partials" / "source.html").read_text()
+
+    shown = hook(link)
+
+    assert 'class="md-source"' in shown
+    assert "data-md-component" not in shown  # what the script of the theme looks for
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder of the pages as HTML."""

@@ -374,7 +374,7 @@ def cli(traceback: bool) -> None:
     is_flag=True,
     help="Continue from the newest checkpoint; start from scratch if there is none.",
 )
-@click.option("--name", help="Of the run, on the dashboard and in its report.")
+@click.option("--name", help="Name of the run, on the dashboard and in its report.")
 @click.option("--save", metavar="URL", help="Save the trainer to this folder.")
 @click.option(
     "--report",
@@ -546,7 +546,9 @@ def plan(
     latency: float | None,
     threads: int | None,
 ) -> None:
-    """Predict how many workers pay off, from a few seconds on this machine.
+    """Predict how many workers pay off.
+
+    Takes a few seconds on this machine.
 
     \b
     daskdl plan nets:digits --data 'digits/*.npz' --workers 16 --bandwidth 1
@@ -600,7 +602,10 @@ def _first_batch(X: tuple[Any, ...], size: int, transform: Any) -> Any:
 @click.argument("file", type=click.Path(dir_okay=False, writable=True))
 @_storage
 def report(run: str, file: str, storage: Mapping[str, Any]) -> None:
-    """Write an HTML report of the last fit of a trainer that was saved to URL."""
+    """Write an HTML report of a saved trainer's last fit.
+
+    URL is the folder of the save.
+    """
     from daskdl.training.trainer_state import load_history
 
     load_history(run, storage or None).report(file)

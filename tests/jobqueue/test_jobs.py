@@ -278,7 +278,7 @@ def small():
 
 
 def python(*arguments, **options):
-    """Run Python in a process; return what it prints."""
+    """Run Python in a process; return what it writes to its two streams."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
@@ -288,7 +288,7 @@ def python(*arguments, **options):
         **options,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("system", [SLURM], indirect=True, ids=["slurm"])
@@ -306,9 +306,12 @@ def test_the_command_line_trains_on_jobs(tmp_path):
     }
     command = "train nets:small --data 0.npz --epochs 300 --slurm 2 --save model"
 
-    printed = python("-m", "daskdl", *command.split(), cwd=tmp_path, env=environment)
+    printed, log = python(
+        "-m", "daskdl", *command.split(), cwd=tmp_path, env=environment
+    )
 
     assert re.search(r"^saved in model$", printed, re.M)
+    assert re.search(r"^dashboard: http://\S+/daskdl$", log, re.M)
     history = load_history(tmp_path / "model")
     assert history.column("replicas")[-1] == 2
     assert len(history) == 300
@@ -316,6 +319,6 @@ def test_the_command_line_trains_on_jobs(tmp_path):
 
 @pytest.mark.parametrize("system", [SLURM], indirect=True, ids=["slurm"])
 def test_the_example_trains_on_jobs(tmp_path):
-    printed = python(ROOT / "examples" / "slurm.py", tmp_path, cwd=tmp_path)
+    printed, _ = python(ROOT / "examples" / "slurm.py", tmp_path, cwd=tmp_path)
 
     assert float(printed.split()[-1]) > 0.9

@@ -303,6 +303,21 @@ def xarray_forecast(ran: Run) -> Any:
     return drawn
 
 
+def fashion_mnist(ran: Run) -> Any:
+    """Test accuracy of each class."""
+    lines = [line for line in ran.lines if " images  accuracy " in line]
+    names = [re.split(r"  +", line)[0] for line in lines]
+    accuracies = [float(line.split()[-1]) for line in lines]
+    drawn = figure(height=3.8)
+    axes = drawn.subplots()
+    colors = [ORANGE if share == min(accuracies) else BLUE for share in accuracies]
+    bars = axes.barh(names, accuracies, color=colors)
+    axes.bar_label(bars, fmt="%.2f", padding=4)
+    axes.set(xlabel="test accuracy", xlim=(0, 1.15))
+    axes.invert_yaxis()
+    return drawn
+
+
 def keras_model(ran: Run) -> Any:
     """Three digits with the predicted probabilities of each class."""
     (((X,), predicted),) = ran.results("predict")
@@ -383,16 +398,9 @@ def own_master(ran: Run) -> Any:
 PICTURES = {
     draw.__name__: draw
     for draw in (
-        digits,
-        dask_array,
-        evaluate,
-        image_folder,
-        xarray_forecast,
-        keras_model,
-        transformers_finetune,
-        score_anomalies,
-        own_strategies,
-        own_master,
+        *(digits, dask_array, evaluate, image_folder, xarray_forecast),
+        *(fashion_mnist, keras_model, transformers_finetune),
+        *(score_anomalies, own_strategies, own_master),
     )
 }
 
@@ -503,10 +511,7 @@ def landing(history: Any, background: str) -> Any:
 
 SCHEMES = {"light": ("#24292f", "#ffffff"), "dark": ("#d5d9e2", "#1e2129")}
 COLORED = (
-    "text.color",
-    "axes.labelcolor",
-    "axes.edgecolor",
-    "xtick.color",
+    *("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"),
     "ytick.color",
 )
 

@@ -283,6 +283,25 @@ def image_folder(ran: Run) -> Any:
     return drawn
 
 
+def bigger_than_memory(ran: Run) -> Any:
+    """Size of the data, and the memory that a worker may use and used."""
+    size, _, peak = ran.lines
+    gigabytes = {
+        "data": float(size.split()[0]) * 1.073741824,
+        "a worker may use": 0.9,
+        "a worker used": float(re.search(r"peak was (\S+) MiB", peak)[1]) * 2**20 / 1e9,
+    }
+    drawn = figure(height=2.4)
+    axes = drawn.subplots()
+    bars = axes.barh(
+        [*gigabytes], [*gigabytes.values()], color=[BLUE, "#BBBBBB", ORANGE]
+    )
+    axes.bar_label(bars, fmt="%.2f", padding=4)
+    axes.set(xlabel="GB", xlim=(0, 4.4))
+    axes.invert_yaxis()
+    return drawn
+
+
 def xarray_forecast(ran: Run) -> Any:
     """A map of today, and the map of tomorrow as it was and as it was forecast."""
     import torch
@@ -398,8 +417,8 @@ def own_master(ran: Run) -> Any:
 PICTURES = {
     draw.__name__: draw
     for draw in (
-        *(digits, dask_array, evaluate, image_folder, xarray_forecast),
-        *(fashion_mnist, keras_model, transformers_finetune),
+        *(digits, dask_array, evaluate, image_folder, bigger_than_memory),
+        *(xarray_forecast, fashion_mnist, keras_model, transformers_finetune),
         *(score_anomalies, own_strategies, own_master),
     )
 }

@@ -846,6 +846,13 @@ class RunState:
             self.give_up(error)
         return members.timed_out(now - timeouts.silence)
 
+    def postpone_deadlines(self, seconds: float) -> None:
+        """Leave time out of account in which the scheduler could not hear replicas."""
+        self._opened_at += seconds
+        self._enough_at += seconds
+        for member in self.members.replicas.values():
+            member.heartbeat_at += seconds
+
     def give_up_late(self, bound: Bound, now: float) -> None:
         """Give up the run: not all initial replicas have joined within a bound."""
         members = self.members

@@ -671,10 +671,21 @@ class LiveRun:
             batcher.replicas.discard(replica)
 
     async def _watch(self) -> None:
-        """Remove replicas without a heartbeat; give up the run at its deadlines."""
+        """Remove replicas without a heartbeat; give up the run at its deadlines.
+
+        After a pause of the event loop, for example while the process was stopped,
+        messages that arrived meanwhile are read after this timer. So the pause counts
+        neither as silence of the replicas nor towards other deadlines.
+        """
         state, bound = self.state, self.state.timeouts.bound("silence")
+        checked_at = self.now()
         while state.stopped is None:
             await asyncio.sleep(WATCHDOG_S)
+            paused_s = self.now() - checked_at - WATCHDOG_S
+            checked_at = self.now()
+            if paused_s > WATCHDOG_S:
+                state.postpone_deadlines(paused_s)
+                continue
             for replica in state.check_deadlines(self.now()):
                 self.hanging.add(state.members.replicas[replica].worker)
                 self.lose(replica, f"no heartbeat for {bound}")

@@ -530,6 +530,24 @@ def test_replicas_without_a_heartbeat_have_failed():
     assert state.stopped is None
 
 
+def test_a_pause_of_the_scheduler_counts_towards_no_deadline():
+    absent = RunState(plan_of(2), now=0.0)
+    absent.join(0, 0.0, Outbox(math.inf))
+    few = joined(2, now=0.0, min_replicas=3)
+    late_s = max(TIMEOUTS.join, TIMEOUTS.silence, TIMEOUTS.rejoin)
+
+    absent.postpone_deadlines(late_s)
+    few.postpone_deadlines(late_s)
+
+    assert absent.check_deadlines(late_s + TIMEOUTS.join) == []
+    assert absent.stopped is None
+    assert few.check_deadlines(late_s + TIMEOUTS.silence) == []
+    few.check_deadlines(late_s + TIMEOUTS.rejoin)
+    assert few.stopped is None
+    few.check_deadlines(late_s + TIMEOUTS.rejoin + 0.1)
+    assert few.stopped.startswith("fewer than min_replicas=3 replicas for 300 s")
+
+
 def test_a_run_ends_without_failure_when_its_last_replica_leaves():
     state = joined(2)
     replica = newcomer(state)

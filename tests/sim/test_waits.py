@@ -12,6 +12,7 @@ from daskdl.channel.recovery import Repairs
 from daskdl.channel.routing import BEAT_S, RECENT
 from daskdl.errors import ChannelError
 from tests.sim.cluster import simulated
+from tests.sim.world import Process
 from tests.support.channels import (
     EITHER,
     PATIENCE_S,
@@ -193,3 +194,23 @@ async def test_a_joining_replica_does_not_hold_up_the_others_while_it_waits(c, s
         await serving
         await in_thread(newcomer.wait_for_updates, {1: 6})
         assert totals(newcomer.drain(), 1) == [1]
+
+
+@simulated(2)
+async def test_a_pause_of_the_scheduler_is_no_silence_of_the_replicas(c, s, a, b):
+    async with a_run(c, s, a, b, timeouts=bounds(silence=2.0)) as run:
+        members, world = run.record.members, s.network.world
+        outside = Process(world, "outside")
+        world.after(0.5, outside, s.process.freeze)
+        world.after(10.5, outside, s.process.thaw)
+        await wait_until(lambda: s.process.thawed_at > 0)
+
+        def heard_again():
+            beats = (member.heartbeat_at for member in members.replicas.values())
+            return min(beats) > s.process.thawed_at + 2.0
+
+        await wait_until(heard_again)
+
+        assert members.present == [0, 1]
+        run.link(1).stop_sending()
+        await wait_until(lambda: members.present == [0])

@@ -14,7 +14,7 @@ help:
 	@echo "make test-all   the same, then one by one all that takes longer: an hour"
 	@echo "make test-part 1   one of six parts of what test-all adds: under 15 minutes"
 	@echo "make test-oldest  on the oldest versions that are allowed: half an hour, 6 GB of disk"
-	@echo "make test-slurm  fits on jobs of SLURM and SGE on this machine: 10 minutes; needs root"
+	@echo "make test-slurm  fits on jobs of SLURM and SGE, and over SSH, on this machine: 10 minutes; needs root"
 	@echo "make sim    simulate a thousand fits whose workers and connections fail: minutes"
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
 	@echo "make kills  kill processes while checkpoints are written: fifty times"
@@ -75,7 +75,7 @@ test-oldest: .venv-oldest/installed
 		-W ignore::DeprecationWarning -W ignore::PendingDeprecationWarning
 
 test-slurm: .venv/installed
-	$(BIN)/pip install --quiet -c constraints.txt dask-jobqueue
+	$(BIN)/pip install --quiet -c constraints.txt dask-jobqueue asyncssh
 	$(BIN)/python -m pytest -m jobqueue tests/jobqueue
 
 SEEDS := 1000

@@ -22,6 +22,7 @@ QUESTIONS = {
     "encode": "encode.QUESTION",
     "wire-size": "wire_size.QUESTION",
     "first-step": "first_step.QUESTION",
+    "memory": "memory.QUESTION",
     "channel": "channel.QUESTION",
     "plan": "plan.QUESTION",
     "data": "data.QUESTION",

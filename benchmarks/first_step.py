@@ -2,10 +2,11 @@
 
 Question: How long does a user wait before training begins?
 Counted:  From the call of `fit` until each replica has made its first step, on two
-          worker processes in which torch has made a step already, which imports a good
-          part of it. The first row starts with an empty cache of compiled kernels, as
-          on a machine where daskdl never ran; the second is the same cluster again; the
-          third is a new cluster with the cache filled.
+          worker processes. In the first three rows, torch has made a step in them
+          already. The first row starts with an empty cache of compiled kernels, as on a
+          machine where daskdl never ran; the second is the same cluster again; the
+          third is a new cluster with the cache filled. In the fourth row, the processes
+          are new and have imported nothing but Dask.
 Run:      python -m benchmarks first-step
 """
 
@@ -67,6 +68,8 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         with local_client(2) as client:
             client.run(warm)
             yield row("first on a new cluster, compiled", 1)
+        with local_client(2) as client:
+            yield row("the same, torch not imported", 1)
 
 
 QUESTION = Question(

@@ -37,6 +37,7 @@ SECTIONS = {
     "Encoding": "encode",
     "Frame sizes": "wire-size",
     "Time to the first step": "first-step",
+    "Memory of a worker": "memory",
     "The channel alone": "channel",
     "Accuracy of the plan": "plan",
     "Quality of models": "convergence-defaults",

@@ -61,6 +61,9 @@ CONTESTANTS = {
     "daskdl-16": Contestant(
         "daskdl, exchange_every=16", "own", "--every=16", serves=True
     ),
+    "daskdl-momentum": Contestant(
+        "daskdl, momentum=0.9", "own", "--momentum=0.9", serves=True
+    ),
     "daskdl-averaging": Contestant(
         "daskdl, averaging every 16",
         "own",
@@ -236,7 +239,8 @@ def available(asked: argparse.Namespace, question: str) -> bool:
 def course_of(asked: argparse.Namespace, **changes: Any) -> Course:
     names = ("work", "optimizer", "seconds", "warm_up", "patience", "python")
     names = (*names, "own_core")
-    return Course(**{name: getattr(asked, name) for name in names} | changes)
+    given = {name: getattr(asked, name) for name in names if name not in changes}
+    return Course(**given | changes)
 
 
 def errors_of(rounds: Sequence[dict[str, Any]]) -> str | None:

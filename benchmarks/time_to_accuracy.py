@@ -6,24 +6,27 @@ Counted:  Seconds of training, without start-up, until the mean of three success
           scores on rows that were not trained on reaches the target, which is the score
           of one process at the end: the mean over seeds of its scores in the last
           quarter of `--seconds`.
-          Each contestant, the single process too, has the learning rate that suits it:
-          of `--rate-factors` times the task's, the one with which its first seed
-          reaches the target soonest on the first of `--rates`, or else has the best
-          score. A contestant's score is that of the model which its user would get;
-          with local SGD, after a mean. While the model of a synchronous contestant is
-          scored, training and clock stop; for all others, including daskdl, the clock
-          continues. Hosts and links are those of `links`.
+          Each contestant, the single process too, has the optimizer and the learning
+          rate that suit it: of `--optimizers` and `--rate-factors` times the task's
+          rates, those with which a seed that does not count reaches the target soonest
+          on the first of `--rates`, or else has the best score. A contestant's score is
+          that of the model which its user would get; with local SGD, after a mean.
+          While the model of a synchronous contestant is scored, training and clock
+          stop; for all others, including daskdl, the clock continues. Hosts and links
+          are those of `links`.
 Baseline: one process, and PyTorch's DistributedDataParallel.
-Run:      python -m benchmarks time-to-accuracy --work mlp --rates unlimited 1gbit
+Run:      python -m benchmarks time-to-accuracy --rates unlimited 1gbit
+          --optimizers SGD momentum AdamW
 """
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import contest
 from benchmarks.contest import CONTESTANTS, Course, compete
@@ -31,13 +34,22 @@ from benchmarks.namespaces import Place, hosts
 from benchmarks.peers.loop import reached
 from benchmarks.report import curves
 from benchmarks.results import Question
-from benchmarks.work import WORKS, Task
+from benchmarks.work import OPTIMIZERS, WORKS, Task
 
 SOME = ("ddp", "ddp-powersgd", "post-local-sgd", "daskdl", "daskdl-16")
 LAST = 0.75  # the share of one process's time before the scores that make its target
 OUT_OF_REACH = {"accuracy": 2.0, "loss": -1.0}
 
+TUNING_SEED = 1000  # of the runs that choose a setting, which do not count
+
 Runs = Sequence[dict[str, Any]]
+
+
+class Setting(NamedTuple):
+    """What each contestant chooses for itself."""
+
+    optimizer: str
+    rate_factor: float  # on the task's learning rate for this optimizer
 
 
 def target_of(curves: Sequence[Sequence[tuple[float, float]]]) -> float:
@@ -59,11 +71,15 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     work, seeds = WORKS[asked.work], asked.seeds
     with hosts(asked.hosts, loopback=asked.loopback) as place:
         # The single process trains to the end, for its scores make the target.
-        course = contest.course_of(asked, target=OUT_OF_REACH[work.score])
-        factors = {
-            "single": tuned(place, "single", course, seeds[0], asked.rate_factors)
-        }
-        course = replace(course, rate_factor=factors["single"])
+        target, optimizer = OUT_OF_REACH[work.score], asked.optimizers[0]
+        course = contest.course_of(asked, target=target, optimizer=optimizer)
+        options = list(
+            itertools.starmap(
+                Setting, itertools.product(asked.optimizers, asked.rate_factors)
+            )
+        )
+        chosen = {"single": tuned(place, "single", course, options)}
+        course = replace(course, **chosen["single"]._asdict())
         single = runs_of(place, "single", course, seeds)
         target = target_of([run["curve"] for run in single])
         for run in single:
@@ -73,46 +89,45 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             place.limit(rate)
             outcomes = {"single": single}
             for name in dict.fromkeys(["ddp", *asked.contestants]):
-                if name not in factors:
-                    factors[name] = tuned(
-                        place, name, course, seeds[0], asked.rate_factors
-                    )
-                adapted = replace(course, rate_factor=factors[name])
+                if name not in chosen:
+                    chosen[name] = tuned(place, name, course, options)
+                adapted = replace(course, **chosen[name]._asdict())
                 outcomes[name] = runs_of(place, name, adapted, seeds)
             case = {"rate": rate, "work": asked.work, "target": target}
             for name, runs in outcomes.items():
-                case["rate_factor"] = factors[name]
-                yield case | row(name, runs, single, outcomes["ddp"])
+                setting = chosen[name]._asdict()
+                yield case | setting | row(name, runs, single, outcomes["ddp"])
 
 
 def tuned(
-    place: Place, name: str, course: Course, seed: int, factors: Sequence[float]
-) -> float:
-    """The factor on the learning rate that suits a contestant."""
-    if len(factors) == 1:
-        return factors[0]
-    runs = {
-        factor: runs_of(place, name, replace(course, rate_factor=factor), [seed])[0]
-        for factor in factors
-    }
+    place: Place, name: str, course: Course, options: Sequence[Setting]
+) -> Setting:
+    """The setting that suits a contestant."""
+    if len(options) == 1:
+        return options[0]
+    runs = {}
+    for setting in options:
+        tried = replace(course, **setting._asdict())
+        (runs[setting],) = runs_of(place, name, tried, [TUNING_SEED])
     return best(runs, WORKS[course.work])
 
 
-def best(runs: Mapping[float, dict[str, Any]], work: Task) -> float:
-    """The factor with which the target was reached soonest, or that came closest.
+def best(runs: Mapping[Setting, dict[str, Any]], work: Task) -> Setting:
+    """The setting with which the target was reached soonest, or that came closest.
 
     Example:
         >>> near, far = ({"curve": [(1.0, score)]} for score in (0.9, 0.5))
-        >>> best({1: far, 2: near, 4: {"error": "!"}}, WORKS["mlp"])
-        2
-        >>> best({1: near, 2: near | {"reached_s": 9.0}}, WORKS["mlp"])
-        2
+        >>> slow, fast = Setting("SGD", 1.0), Setting("SGD", 2.0)
+        >>> best({slow: far, fast: near}, WORKS["mlp"])
+        Setting(optimizer='SGD', rate_factor=2.0)
+        >>> best({slow: near | {"reached_s": 9.0}, fast: near}, WORKS["mlp"])
+        Setting(optimizer='SGD', rate_factor=1.0)
     """
 
-    times = {f: run["reached_s"] for f, run in runs.items() if run.get("reached_s")}
+    times = {s: run["reached_s"] for s, run in runs.items() if run.get("reached_s")}
     if times:
         return min(times, key=times.__getitem__)
-    scores = {f: target_of([run["curve"]]) for f, run in runs.items() if "curve" in run}
+    scores = {s: target_of([run["curve"]]) for s, run in runs.items() if "curve" in run}
     if not scores:
         return next(iter(runs))
     ranks = max if work.score == "accuracy" else min
@@ -159,10 +174,22 @@ QUESTION = Question(
     "time-to-accuracy",
     __doc__,
     rows,
-    "contestant rate work rate_factor:g target:.4f reached_s:,.1f to_single:.2f "
-    "to_ddp:.2f reached startup_s:.1f error",
-    contest.options(contest.ALL_RATES[:3], SOME, seconds=30.0)
+    "contestant rate work optimizer rate_factor:g target:.4f reached_s:,.1f "
+    "to_single:.2f to_ddp:.2f reached startup_s:.1f error",
+    {
+        name: option
+        for name, option in contest.options(
+            contest.ALL_RATES[:3], SOME, seconds=30.0
+        ).items()
+        if name != "--optimizer"
+    }
     | {
+        "--optimizers": {
+            "nargs": "+",
+            "choices": OPTIMIZERS,
+            "default": ["SGD"],
+            "help": "of which each contestant has its best",
+        },
         "--limit": {"type": float, "default": 60.0, "help": "seconds at most"},
         "--rate-factors": {
             "nargs": "+",

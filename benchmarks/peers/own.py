@@ -34,8 +34,10 @@ HOUSEKEEPING = {
     "distributed.worker.memory.monitor-interval": "1s",
 }
 WAYS: dict[str, Any] = {
-    "sharing": lambda every: agreed.Sharing(exchange_every=every or "auto"),
-    "averaging": lambda every: agreed.Averaging(frequency=every),
+    "sharing": lambda every, momentum: agreed.Sharing(
+        exchange_every=every or "auto", momentum=momentum
+    ),
+    "averaging": lambda every, momentum: agreed.Averaging(frequency=every),
 }
 
 
@@ -126,6 +128,7 @@ def main() -> None:
     cli = parser(__doc__)
     cli.add_argument("--way", choices=WAYS, default="sharing")
     cli.add_argument("--every", type=int, default=0, help="steps between exchanges")
+    cli.add_argument("--momentum", type=float, default=0.0, help="of sharing")
     cli.add_argument("--serve", action="store_true", help="rank 0 is a worker, too")
     arguments, more = read(cli)
     if arguments.rank > 0 or more.serve:
@@ -151,7 +154,7 @@ def main() -> None:
             arguments.task.model,
             arguments.task.loss,
             arguments.new_optimizer(),
-            master=WAYS[more.way](more.every),
+            master=WAYS[more.way](more.every, more.momentum),
             client=client,
             callbacks=[Counts(arguments, folder), Ends(arguments, meeting)],
             seed=arguments.seed,

@@ -15,6 +15,7 @@ QUESTIONS = {
     "peers": "contest.PEERS",
     "links": "contest.LINKS",
     "time-to-accuracy": "time_to_accuracy.QUESTION",
+    "lockstep": "lockstep.QUESTION",
     "scaling": "scaling.QUESTION",
     "emulation": "emulation.QUESTION",
     "cost-model": "cost_model.QUESTION",

@@ -30,6 +30,7 @@ SECTIONS = {
     "Other libraries": "peers",
     "Links": "links",
     "Time to accuracy": "time-to-accuracy",
+    "Steps to accuracy": "lockstep",
     "Scaling on a Dask cluster": "scaling",
     "More replicas than cores": "emulation",
     "Replicas of one scheduler": "cost-model",

@@ -42,6 +42,7 @@ SECTIONS = {
     "The channel alone": "channel",
     "Accuracy of the plan": "plan",
     "Quality of models": "convergence-defaults",
+    "Momentum": "momentum",
     "Quality of models, longer runs": "convergence-longer",
     "Quality of models, earlier defaults": "convergence",
     "Quality by option": "convergence-options",

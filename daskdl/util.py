@@ -10,7 +10,6 @@ import ast
 import asyncio
 import contextlib
 import importlib
-import importlib.util
 import logging
 import platform
 import sys
@@ -235,9 +234,8 @@ def local_client(workers: int | None = None) -> Iterator[Client]:
 
 def dashboard_page(client: Client) -> str:
     """Return the address of daskdl's page on a cluster's dashboard; empty: none."""
-    if importlib.util.find_spec("bokeh") is None:
-        return ""
-    return str(client.dashboard_link).removesuffix("/status") + "/daskdl"
+    link = client.dashboard_link
+    return link and f"{link.removesuffix('/status')}/daskdl"
 
 
 def check_outlives(client: Any) -> None:

@@ -440,7 +440,10 @@ def without_bokeh():
     sys.modules.update(dict.fromkeys(["bokeh", "prometheus_client"]))
     with cluster_of(1, processes=False) as client:
         epochs = len(fit(client, epochs=1).history_)
-        page, (head, _) = get(client, "daskdl"), newest(client)
+        page_url = util.dashboard_page(client)
+        with urllib.request.urlopen(page_url, timeout=WITHIN_S) as answer:
+            page = answer.read().decode()
+        head, _ = newest(client)
     names = "bokeh.", "prometheus_client."
     imported = [name for name in sys.modules if name.startswith(names)]
     return epochs, page[:15], head["phase"], imported

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.report import bars
 from benchmarks.results import Question
 from benchmarks.work import OPTIMIZERS, WORKS, Task, batches, plain_step
 from daskdl import KeepResidual, SampledThreshold, codec
@@ -195,5 +194,4 @@ QUESTION = Question(
         "--steps": 400,
         "--seeds": [0, 1],
     },
-    lambda result: bars(result, "steps", "way", group="replicas"),
 )

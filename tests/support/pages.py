@@ -70,5 +70,9 @@ def alike(shown: str, printed: str) -> bool:
 
     On the page, ``...`` stands for any text.
     """
-    shown, printed = (NUMBER.sub("0", text) for text in (shown, printed))
+    # NumPy pads shorter numbers of an array: "[0.938 0.96 ]".
+    shown, printed = (
+        re.sub(r"(?<=\[)\s+|\s+(?=\])", "", NUMBER.sub("0", text))
+        for text in (shown, printed)
+    )
     return OutputChecker().check_output(shown, printed, ELLIPSIS | NORMALIZE_WHITESPACE)

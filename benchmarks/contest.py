@@ -239,8 +239,8 @@ def available(asked: argparse.Namespace, question: str) -> bool:
 def course_of(asked: argparse.Namespace, **changes: Any) -> Course:
     names = ("work", "optimizer", "seconds", "warm_up", "patience", "python")
     names = (*names, "own_core")
-    given = {name: getattr(asked, name) for name in names if name not in changes}
-    return Course(**given | changes)
+    options = {name: getattr(asked, name) for name in names if name not in changes}
+    return Course(**options | changes)
 
 
 def errors_of(rounds: Sequence[dict[str, Any]]) -> str | None:

@@ -166,14 +166,14 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     ):
         asked.coefficient = coefficient
         steps = [steps_until(way, count, every, asked, seed) for seed in asked.seeds]
-        made = [float(number) for number in steps if number is not None]
+        counts = [float(number) for number in steps if number is not None]
         yield {
             "replicas": count,
             "every": every,
             "way": f"{way}, momentum={coefficient:g}" if way == "daskdl" else way,
-            "steps": statistics.median(made) if len(made) == len(steps) else math.nan,
+            "steps": statistics.median(counts) if None not in steps else math.nan,
             "seeds": ", ".join(str(number or "-") for number in steps),
-            "reached": f"{len(made)} of {len(steps)}",
+            "reached": f"{len(counts)} of {len(steps)}",
         }
 
 

@@ -64,8 +64,8 @@ def plain(width: int, optimizer: str) -> Usage:
     torch.set_num_threads(1)
     x, y = map(torch.from_numpy, samples(STEPS * BATCH))
     model = network(width)
-    made = OPTIMIZERS[optimizer](model.parameters(), lr=0.01)
-    step = plain_step(nn.CrossEntropyLoss(), model, made)
+    stepper = OPTIMIZERS[optimizer](model.parameters(), lr=0.01)
+    step = plain_step(nn.CrossEntropyLoss(), model, stepper)
     data = batches(x, y, BATCH, np.random.default_rng(0))
     for _ in range(EPOCHS * STEPS):
         step(*next(data))

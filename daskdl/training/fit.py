@@ -14,21 +14,15 @@ import math
 import secrets
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from distributed import Client
 from torch import nn
 from torch.optim import Optimizer
-from tqdm import TqdmWarning
-
-with warnings.catch_warnings():  # in a notebook without ipywidgets: plain text does
-    warnings.simplefilter("ignore", TqdmWarning)
-    from tqdm.auto import tqdm
 
 from daskdl import errors
 from daskdl.callbacks import Callback, FitBegin, FitEnd, LayerMonitor, run_hook
@@ -66,10 +60,8 @@ from daskdl.errors import (
 )
 from daskdl.evaluation.evaluate import has_accuracy, metrics_for
 from daskdl.observe.history import (
-    COLUMNS,
     History,
     RunRecord,
-    Stopping,
     check_log_names,
 )
 from daskdl.observe.tables import LayerTable, Row
@@ -92,12 +84,10 @@ from daskdl.training.backend import (
 )
 from daskdl.training.base import Parameters, checksum_of, trained_in
 from daskdl.training.checkpointing import ResumePlan, checkpoints_of
-from daskdl.training.console import is_watched, messages_above_bars
 from daskdl.training.dask_backend import announcer, assign_workers, dask_backend
 from daskdl.training.epoch_control import (
     EvaluationPlan,
     LearningRate,
-    StoppingDecision,
     only,
 )
 from daskdl.training.fit_spec import (
@@ -106,9 +96,10 @@ from daskdl.training.fit_spec import (
     ReplicaSpec,
     TrainedOptimizer,
 )
+from daskdl.training.progress import ProgressReporter, is_watched
 from daskdl.training.replica import FitResult
 from daskdl.training.state import ReplicaState
-from daskdl.training.telemetry import RowLog, add_telemetry
+from daskdl.training.telemetry import add_telemetry
 from daskdl.training.tree_reduce import load_optimizer_
 from daskdl.util import guarded, installed_meanwhile, text_of, versions
 
@@ -424,9 +415,7 @@ class FitRun:
                 shown.begin(self._run_spec)
                 following = self._run_once(shown)
 
-    def _run_once(
-        self, shown: "ProgressReporter"
-    ) -> tuple[ReplicaSpec, Backend] | None:
+    def _run_once(self, shown: ProgressReporter) -> tuple[ReplicaSpec, Backend] | None:
         """Start the backend, handle its events to the end, and close the backend.
 
         Returns:
@@ -539,7 +528,7 @@ class FitRun:
         lacking = ", without the optimizer's" if header["lacks_optimizer"] else ""
         return sent, f"from the state after epoch {epoch}{lacking}"
 
-    def _handle_event(self, event: Event, reporter: "ProgressReporter") -> None:
+    def _handle_event(self, event: Event, reporter: ProgressReporter) -> None:
         match event:
             case StepProgress():
                 reporter.show(event)
@@ -785,92 +774,6 @@ def _built_in(event: ReplicaFailed) -> Exception | None:
         return kind(argument)
     except TypeError:  # the class needs other arguments
         return None
-
-
-class ProgressReporter:
-    """Turns events into rows of a history, and shows a progress bar."""
-
-    def __init__(
-        self,
-        spec: ReplicaSpec,
-        history: History,
-        callbacks: Sequence[Callback],
-        examples: int | None,
-        *,
-        shows_bar: bool,
-    ) -> None:
-        self._history = history
-        self._callbacks = callbacks
-        self._evaluation = spec.evaluation
-        self._rows = RowLog(spec.size, spec.evaluation.columns, left_out=spec.left_out)
-        self._bar = tqdm(
-            total=None if examples is None else examples * spec.epochs,
-            initial=sum(history.column("examples")),
-            unit="ex",
-            disable=not shows_bar,
-        )
-        self._ending = contextlib.ExitStack()
-        self.begin(spec)
-
-    def begin(self, spec: ReplicaSpec) -> None:
-        """Begin with the first epoch of a run."""
-        resume, start = spec.resume, spec.start
-        self._epoch, self._decision = spec.first_epoch, StoppingDecision()
-        if resume is not None:
-            self._decision = resume.decision
-        elif start is not None and spec.resumes_lost_run:
-            self._decision = StoppingDecision.of(start.header["stopping"])
-        self._scores = self._evaluation.scores(self._history)
-        self._bar.n = sum(self._history.column("examples"))
-
-    def __enter__(self) -> Self:
-        if not self._bar.disable:
-            self._ending.enter_context(messages_above_bars())
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.close()
-        self._ending.close()
-        rule, decision = self._evaluation.stopping, self._decision
-        if rule is not None or decision.reason is not None:
-            best = decision.best.best_epoch
-            self._history.stopping = Stopping(
-                None if rule is None else rule.monitor,
-                decision.reason,
-                decision.details,
-                self._scores,
-                None if best < 0 else best,
-                decision.best.best_score,
-            )
-
-    def show(self, event: StepProgress) -> None:
-        """Advance the progress bar."""
-        self._bar.update(event.examples)
-        shown = {"epoch": event.epoch, "loss": event.loss}
-        if self._history:
-            last = self._history[-1]
-            scores = {name: last[name] for name in last if name not in COLUMNS}
-            shown |= scores | {"replicas": last["replicas"]}
-        self._bar.set_postfix(shown)
-
-    def end_epoch(self, event: EpochEnded) -> None:
-        """Add a row to the history, and run `on_epoch_end` of the callbacks."""
-        epoch = self._epoch
-        self._epoch += 1
-        row = self._rows.end_epoch(epoch, event.reports, event.report)
-        self._history.append(row)
-        self._decision = self._evaluation.decide(epoch, event.reports)
-        if self._decision.score is not None:
-            self._scores[epoch] = self._decision.score
-        for packed in event.report["client_payloads"]:
-            add_telemetry(self._history, packed)
-        for callback in self._callbacks:
-            run_hook(callback.on_epoch_end, self._history[-1])
 
 
 # A suitable threshold sends a few percent of the parameters. A threshold that half of

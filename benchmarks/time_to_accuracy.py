@@ -4,16 +4,18 @@ Question: At each rate of the links, how many seconds does it take to train a mo
           good as that of a single process?
 Counted:  Seconds of training, without start-up, until the mean of three successive
           scores on rows that were not trained on reaches the target, which is the score
-          of one process at the end: the mean over seeds of its scores in the last
-          quarter of `--seconds`.
+          of one process at the end: the median of its scores, over all seeds, in the
+          last quarter of `--seconds`.
           Each contestant, the single process too, has the optimizer and the learning
           rate that suit it: of `--optimizers` and `--rate-factors` times the task's
           rates, those with which a seed that does not count reaches the target soonest
-          on the first of `--rates`, or else has the best score. A contestant's score is
-          that of the model which its user would get; with local SGD, after a mean.
+          on the first of `--rates`, or else has the best lowest score in its last
+          quarter, which a setting that oscillates has not. A contestant's score is that
+          of the model which its user would get; with local SGD, after a mean.
           While the model of a synchronous contestant is scored, training and clock
           stop; for all others, including daskdl, the clock continues. Hosts and links
-          are those of `links`.
+          are those of `links`. A run of hours can be made in parts: `--after` names the
+          file of the parts before, whose target, settings and rows stay.
 Baseline: one process, and PyTorch's DistributedDataParallel.
 Run:      python -m benchmarks time-to-accuracy --rates unlimited 1gbit
           --optimizers SGD momentum AdamW
@@ -26,6 +28,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import contest
@@ -33,7 +36,7 @@ from benchmarks.contest import CONTESTANTS, Course, compete
 from benchmarks.namespaces import Place, hosts
 from benchmarks.peers.loop import reached
 from benchmarks.report import curves
-from benchmarks.results import Question
+from benchmarks.results import Question, load
 from benchmarks.work import OPTIMIZERS, WORKS, Task
 
 SOME = ("ddp", "ddp-powersgd", "post-local-sgd", "daskdl", "daskdl-16")
@@ -52,23 +55,39 @@ class Setting(NamedTuple):
     rate_factor: float  # on the task's learning rate for this optimizer
 
 
-def target_of(curves: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Mean score in the last quarter, over seeds.
+def last_scores(run: Mapping[str, Any]) -> list[float]:
+    """Scores in the last quarter of a run.
 
     Example:
-        >>> target_of([[(1.0, 0.5), (8.0, 0.75), (10.0, 1.0)]])
+        >>> last_scores({"curve": [(1.0, 0.5), (8.0, 0.75), (10.0, 1.0)]})
+        [0.75, 1.0]
+    """
+    ends = run["curve"][-1][0]
+    return [score for at, score in run["curve"] if at >= LAST * ends]
+
+
+def target_of(runs: Runs) -> float:
+    """Median score in the last quarters of all runs.
+
+    Example:
+        >>> target_of([{"curve": [(1.0, 0.5), (8.0, 0.75), (10.0, 1.0)]}])
         0.875
     """
-    return statistics.mean(
-        statistics.mean(score for at, score in curve if at >= LAST * curve[-1][0])
-        for curve in curves
-    )
+    return statistics.median(score for run in runs for score in last_scores(run))
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if not contest.available(asked, "time-to-accuracy"):
         return
     work, seeds = WORKS[asked.work], asked.seeds
+    earlier = [] if asked.after is None else load(asked.after).rows
+    ways = {contestant.name: name for name, contestant in CONTESTANTS.items()}
+    chosen, finished = {}, {}
+    for former in earlier:
+        name = ways[former["contestant"]]
+        chosen[name] = Setting(former["optimizer"], former["rate_factor"])
+        finished[former["rate"], name] = former["rounds"]
+        yield dict(former)
     with hosts(asked.hosts, loopback=asked.loopback) as place:
         # The single process trains to the end, for its scores make the target.
         target, optimizer = OUT_OF_REACH[work.score], asked.optimizers[0]
@@ -78,25 +97,33 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 Setting, itertools.product(asked.optimizers, asked.rate_factors)
             )
         )
-        chosen = {"single": tuned(place, "single", course, options)}
-        course = replace(course, **chosen["single"]._asdict())
-        single = runs_of(place, "single", course, seeds)
-        target = target_of([run["curve"] for run in single])
-        for run in single:
-            run["reached_s"] = reached(run["curve"], work, target)
+        if earlier:
+            target = earlier[0]["target"]
+            single = finished[earlier[0]["rate"], "single"]
+        else:
+            chosen["single"] = tuned(place, "single", course, options)
+            adapted = replace(course, **chosen["single"]._asdict())
+            single = runs_of(place, "single", adapted, seeds)
+            target = target_of(single)
+            for run in single:
+                run["reached_s"] = reached(run["curve"], work, target)
         course = replace(course, target=target, seconds=asked.limit)
         for rate in asked.rates:
             place.limit(rate)
             outcomes = {"single": single}
             for name in dict.fromkeys(["ddp", *asked.contestants]):
+                if (rate, name) in finished:
+                    outcomes[name] = finished[rate, name]
+                    continue
                 if name not in chosen:
                     chosen[name] = tuned(place, name, course, options)
                 adapted = replace(course, **chosen[name]._asdict())
                 outcomes[name] = runs_of(place, name, adapted, seeds)
             case = {"rate": rate, "work": asked.work, "target": target}
             for name, runs in outcomes.items():
-                setting = chosen[name]._asdict()
-                yield case | setting | row(name, runs, single, outcomes["ddp"])
+                if (rate, name) not in finished:
+                    setting = chosen[name]._asdict()
+                    yield case | setting | row(name, runs, single, outcomes["ddp"])
 
 
 def tuned(
@@ -113,7 +140,7 @@ def tuned(
 
 
 def best(runs: Mapping[Setting, dict[str, Any]], work: Task) -> Setting:
-    """The setting with which the target was reached soonest, or that came closest.
+    """The setting with which the target was reached soonest, or that ended best.
 
     Example:
         >>> near, far = ({"curve": [(1.0, score)]} for score in (0.9, 0.5))
@@ -122,16 +149,19 @@ def best(runs: Mapping[Setting, dict[str, Any]], work: Task) -> Setting:
         Setting(optimizer='SGD', rate_factor=2.0)
         >>> best({slow: near | {"reached_s": 9.0}, fast: near}, WORKS["mlp"])
         Setting(optimizer='SGD', rate_factor=1.0)
+        >>> rough = {"curve": [(9.0, 0.1), (10.0, 1.0)]}
+        >>> best({slow: near, fast: rough}, WORKS["mlp"])
+        Setting(optimizer='SGD', rate_factor=1.0)
     """
-
     times = {s: run["reached_s"] for s, run in runs.items() if run.get("reached_s")}
     if times:
         return min(times, key=times.__getitem__)
-    scores = {s: target_of([run["curve"]]) for s, run in runs.items() if "curve" in run}
+    scores = {s: last_scores(run) for s, run in runs.items() if "curve" in run}
     if not scores:
         return next(iter(runs))
-    ranks = max if work.score == "accuracy" else min
-    return ranks(scores, key=scores.__getitem__)
+    if work.score == "accuracy":
+        return max(scores, key=lambda setting: min(scores[setting]))
+    return min(scores, key=lambda setting: max(scores[setting]))
 
 
 def runs_of(place: Place, name: str, course: Course, seeds: Sequence[int]) -> Runs:
@@ -189,6 +219,11 @@ QUESTION = Question(
             "choices": OPTIMIZERS,
             "default": ["SGD"],
             "help": "of which each contestant has its best",
+        },
+        "--after": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "results of the parts before; theirs stay",
         },
         "--limit": {"type": float, "default": 60.0, "help": "seconds at most"},
         "--rate-factors": {

@@ -104,7 +104,7 @@ class Meeting:
 
 
 DECIDE_S = 0.25  # of training between two decisions, at most a block's time more
-SCORE_S, SCORE_SHARE = 1.0, 0.05  # between two scores: seconds, and share of the time
+SCORE_S, SCORE_SHARE = 0.5, 0.05  # between two scores: seconds, and share of the time
 IN_MEAN = 3  # successive scores in the mean that has to reach the target
 
 

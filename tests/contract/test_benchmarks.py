@@ -143,6 +143,35 @@ def test_a_contestant_has_a_time_only_if_all_seeds_reached_the_target():
     assert row["reached"] == "2 of 2"
 
 
+def test_a_later_part_keeps_the_target_the_settings_and_the_rows(monkeypatch, tmp_path):
+    trained = []
+
+    def compete(contestant, place, course, seed=0):
+        trained.append((contestant.name, seed, course.rate_factor))
+        score = 1.0 if course.rate_factor == 2.0 else 0.5
+        return {
+            "curve": [(second, score) for second in (1.0, 2.0, 3.0, 4.0)],
+            "reached_s": 3.0 if score >= course.target else None,
+        }
+
+    monkeypatch.setattr(time_to_accuracy, "compete", compete)
+    options = ["--loopback", "--rates", "unlimited", "--rate-factors", "1", "2"]
+    options += ["--seeds", "0", "1", f"--results={tmp_path}"]
+    question = time_to_accuracy.QUESTION
+
+    question.main([*options, "--contestants", "ddp"])
+    (file,) = tmp_path.glob("*.json")
+    trained.clear()
+    later = question.main([*options, "--contestants", "daskdl", f"--after={file}"])
+
+    tuning = [("daskdl", time_to_accuracy.TUNING_SEED, factor) for factor in (1.0, 2.0)]
+    assert trained == [*tuning, ("daskdl", 0, 2.0), ("daskdl", 1, 2.0)]
+    names = [CONTESTANTS[name].name for name in ("single", "ddp", "daskdl")]
+    assert [row["contestant"] for row in later.rows] == names
+    assert {row["target"] for row in later.rows} == {1.0}
+    assert {row["rate_factor"] for row in later.rows} == {2.0}
+
+
 def test_ratios_are_within_a_round_and_failed_rounds_are_left_out():
     rounds = [{"samples_per_s": 10.0}, {"error": "it broke"}, {"samples_per_s": 90.0}]
     base = [{"samples_per_s": speed} for speed in (10.0, 50.0, 100.0)]

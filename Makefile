@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-part test-oldest test-slurm sim chaos kills lint bench bench-all bench-compare study release-check clean
+.PHONY: help demo test test-all test-part test-oldest test-cuda test-slurm sim chaos kills lint bench bench-all bench-compare study release-check clean
 .PHONY: 1 2 3 4 5 6
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test-all   the same, then one by one all that takes longer: an hour"
 	@echo "make test-part 1   one of six parts of what test-all adds: under 15 minutes"
 	@echo "make test-oldest  on the oldest versions that are allowed: half an hour, 6 GB of disk"
+	@echo "make test-cuda   fits on a CUDA device: three minutes"
 	@echo "make test-slurm  fits on jobs of SLURM and SGE, and over SSH, on this machine: 10 minutes; needs root"
 	@echo "make sim    simulate a thousand fits whose workers and connections fail: minutes"
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
@@ -42,6 +43,10 @@ help:
 
 demo: .venv/examples
 	$(BIN)/python examples/digits.py
+
+# Of the suite, only test-cuda uses a GPU.
+test test-all test-part test-oldest test-slurm: export DASKDL_TEST_DEVICE := cpu
+test-cuda: export DASKDL_TEST_DEVICE := cuda
 
 # One process tests what needs clusters, the other all else.
 test: .venv/installed
@@ -73,6 +78,9 @@ test-part: .venv/installed
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest -n 2 tests/contract tests/place \
 		-W ignore::DeprecationWarning -W ignore::PendingDeprecationWarning
+
+test-cuda: .venv/installed
+	$(BIN)/python -m pytest -n 4 -m cuda tests
 
 test-slurm: .venv/installed
 	$(BIN)/pip install --quiet -c constraints.txt dask-jobqueue asyncssh

@@ -5,6 +5,7 @@ import gc
 import inspect
 import itertools
 import logging
+import os
 import signal
 
 import dask
@@ -25,24 +26,31 @@ _numbers = itertools.count()
 # they find when they are imported, so it is set before.
 dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
 
+# All fits are on the CPU then, also those that take CUDA where there is some.
+if os.environ.get("DASKDL_TEST_DEVICE") == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # By itself hypothesis fails an example that takes 0.2 s; on a busy machine any may.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
 
-# Folders whose tests `make test` leaves out; each has the marker of its name.
-APART = {"network", "learning", "examples", "chaos"}
+# Folders whose tests have the marker of the folder's name.
+MARKED = {"network", "learning", "examples", "chaos", "cuda"}
 
 
 class ClustersTogether(LoadScopeScheduling):
     """One process has all tests that need clusters; all others are given out singly.
 
+    On a device each file with clusters has a process: those take long to start there.
     By a folder, and not by `xdist_group`, which pytest-xdist 3.8 does not see with
     pytest 9.2.
     """
 
     def _split_scope(self, nodeid):
+        if nodeid.startswith("tests/cuda/test_cluster"):
+            return nodeid.partition("::")[0]
         return "clusters" if nodeid.startswith("tests/cluster/") else nodeid
 
 
@@ -94,9 +102,10 @@ def pytest_collection_modifyitems(config, items):
     Where the tests are divided between processes, the one that has these is the last
     to be done if it does not begin with them.
     """
+    items.sort(key=lambda item: "cluster" not in item.path.name)
     items.sort(key=lambda item: "cluster" not in item.path.parts)
     for item in items:
-        for folder in APART.intersection(item.path.parts):
+        for folder in MARKED.intersection(item.path.parts):
             item.add_marker(folder)
     if (part := config.getoption("part")) is not None:
         elsewhere = [item for item in items if part_of(item.nodeid) != part]

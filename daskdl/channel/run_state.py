@@ -860,7 +860,7 @@ class RunState:
             WaitTimeoutError(
                 f"not all replicas started within {bound}: "
                 f"{members.describe(members.absent, now)}; is the worker busy with "
-                "other tasks?"
+                "other tasks, or paused by Dask for lack of memory?"
             )
         )
 

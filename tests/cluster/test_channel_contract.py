@@ -87,7 +87,7 @@ class TestJoining:
             assert failed["summary"] == (
                 "not all replicas started within 0.3 s (daskdl.timeouts.join): replica "
                 f"1 on {run.where(1)}, which has not joined; is the worker busy with "
-                "other tasks?"
+                "other tasks, or paused by Dask for lack of memory?"
             )
             with pytest.raises(Stopped, match="not all replicas started"):
                 await in_thread(run.channels[1].join)

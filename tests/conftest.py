@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import signal
+from pathlib import Path
 
 import dask
 import distributed
@@ -80,6 +81,20 @@ def pytest_collection():
         return (yield)
     finally:
         gc.enable()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With ``-m cuda``, or another folder's marker, import only what may have it.
+
+    A machine that has a GPU may not have the packages that other tests import.
+    """
+    marker = config.option.markexpr
+    if marker not in MARKED or collection_path.suffix != ".py":
+        return None
+    folder = collection_path.relative_to(Path(__file__).parent).parts[0]
+    if marker == folder or f"mark.{marker}" in collection_path.read_text():
+        return None
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

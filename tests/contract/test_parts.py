@@ -73,3 +73,26 @@ def test_make_test_and_test_all_and_the_parts_divide_the_same_markers():
     assert '-m "$(APART)" --part $(N)\n' in makefile
     numbers = " ".join(map(str, PARTS))
     assert f"\n{numbers}: ; @:\n" in makefile
+
+
+@pytest.mark.parametrize(
+    ("marker", "folders"),
+    [
+        ("cuda", {"cuda"}),
+        ("learning", {"learning", "chaos", "network"}),
+        ("", {Path(path).parts[1] for path in FILES}),
+        ("slow or cuda", {Path(path).parts[1] for path in FILES}),
+    ],
+)
+def test_the_marker_of_a_folder_leaves_files_without_it_unread(marker, folders):
+    config = SimpleNamespace(option=SimpleNamespace(markexpr=marker))
+
+    read = [
+        Path(path).parts[1]
+        for path in FILES
+        if not conftest.pytest_ignore_collect(ROOT / path, config)
+    ]
+
+    assert {*read} == folders
+    if marker == "learning":
+        assert read.count("network") == 1

@@ -93,6 +93,17 @@ def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> No
             _write_generator(place, states[place.type])
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the random generators of the CPU and the device.
+
+    `torch.manual_seed` would also seed the other devices, on which other replicas of
+    this process may be training.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
 _threads = _Setting(torch.get_num_threads, torch.set_num_threads)
 
 
@@ -113,25 +124,24 @@ def device_for(device: str) -> Iterator[torch.device]:
     ``"cuda"`` without a number.
 
     Args:
-        device: ``"auto"``, which is the first CUDA device with the fewest replicas of
-            this process, or the CPU without CUDA; or the name of a torch device.
+        device: ``"cuda"``, which is the first CUDA device with the fewest replicas of
+            this process; ``"auto"``, which is the same, or the CPU without CUDA; or the
+            name of another torch device.
 
     Raises:
         OptionError: If this process does not have the device.
     """
-    chosen = torch.device("cpu")
-    number = None
-    if device != "auto":
-        check_device(device)
-        chosen = torch.device(device)
-    elif count := _device_count():
+    check_device(device)
+    chosen = torch.device("cpu" if device == "auto" else device)
+    count, number = _device_count(), None
+    if count and device in ("auto", "cuda"):
         with _device_lock:
             number = min(range(count), key=_replicas_by_device.__getitem__)
             _replicas_by_device[number] += 1
         chosen = torch.device("cuda", number)
-    numbered = chosen.type == "cuda" and chosen.index is not None
+    on_cuda = chosen.type == "cuda"
     try:
-        with torch.cuda.device(chosen) if numbered else contextlib.nullcontext():
+        with torch.cuda.device(chosen) if on_cuda else contextlib.nullcontext():
             yield chosen
     finally:
         if number is not None:

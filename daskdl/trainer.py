@@ -221,8 +221,9 @@ class Trainer:
         master: Training master, which decides how replicas exchange updates.
         client: A synchronous `distributed.Client`, not an address; None: the default
             client, else a temporary `LocalCluster`; False: no cluster, see above.
-        device: Device of the replicas: a torch device; or ``"auto"``: the worker's CUDA
-            devices, divided evenly among its replicas, or the CPU without CUDA.
+        device: Device of the replicas: ``"cuda"``: the worker's CUDA devices, divided
+            evenly among its replicas; ``"auto"``: the same, or the CPU without CUDA; or
+            another torch device, such as ``"cpu"`` or ``"cuda:1"``.
         seed: Seed of model initialization (if `model` is a function), shuffling and
             dropout: replica i seeds torch with ``seed + i``.
         callbacks: A list of :class:`daskdl.Callback`; one alone needs no list.

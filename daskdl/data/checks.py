@@ -968,7 +968,7 @@ class ShapeCheck:
         if spec in self._fit or not batching.length(rows):
             return
         try:
-            with preserved_random_state(), _unchanged(module):
+            with preserved_random_state(device), _unchanged(module):
                 x, _ = transformed_batch(shown_rows(rows), self._transform)
                 _forward(module, inputs_to_device(x, device, floating_dtype(module)))
         except ModelError as error:
@@ -1007,8 +1007,15 @@ _random_states = threading.RLock()
 
 @contextlib.contextmanager
 def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the random states of Python, numpy, torch's CPU and a device on exit."""
-    others = [] if device is None or device.type != "cuda" else [device]
+    """Restore the random states of Python, numpy, torch's CPU and a device on exit.
+
+    With None, those of all CUDA devices that this process uses.
+    """
+    others: Sequence[int | torch.device] = []
+    if device is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        others = range(torch.cuda.device_count())
+    elif device is not None and device.type == "cuda":
+        others = [device]
     with _random_states:
         python, legacy = random.getstate(), np.random.get_state()
         try:

@@ -40,7 +40,11 @@ from daskdl.evaluation.evaluate import Score, add_sums, score_batches
 from daskdl.objective import Batch, OwnStep
 from daskdl.observe.tables import StepRow, Thinned
 from daskdl.observe.timeline import SpanLog
-from daskdl.process_settings import generators, restore_generators
+from daskdl.process_settings import (
+    generators,
+    restore_generators,
+    seed_generators,
+)
 from daskdl.serialization import copied
 from daskdl.training.base import (
     Choice,
@@ -318,7 +322,7 @@ class Replica:
             self._device,
             spec.read.batch_size,
         )
-        torch.manual_seed(spec.seed + number)
+        seed_generators(spec.seed + number, self._device)
         self.stopper = EarlyStopper(spec.evaluation, now=channel.clock.now)
         self.checkpoints = None
         if spec.checkpoints is not None:
@@ -897,7 +901,7 @@ def warm_up(spec: ReplicaSpec, device: torch.device) -> None:
     Exceptions of the user's code propagate unchanged: the real step would raise them.
     """
     module = train_(copied(spec.model).to(device), spec.evaluating)
-    with preserved_random_state():
+    with preserved_random_state(device):
         batch = transformed_batch(spec.rows, spec.read.transform)
         optimizer = spec.optimizer_for(module)
         stepper = Stepper(module, spec.objective, optimizer, spec.stepping, device)

@@ -13,6 +13,7 @@ from daskdl.process_settings import (
     device_for,
     freed_memory_kept,
     random_state_kept,
+    seed_generators,
     torch_threads,
 )
 
@@ -42,14 +43,28 @@ def test_without_a_cuda_device_it_is_the_cpu(monkeypatch):
         assert device == torch.device("cpu")
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_replicas_of_one_process_get_different_devices_whatever_their_numbers(
-    two_devices,
+    two_devices, device
 ):
     for _ in range(2):  # when all have left, the first is free again
         with contextlib.ExitStack() as stack:
-            devices = [stack.enter_context(device_for("auto")) for _ in range(3)]
+            devices = [stack.enter_context(device_for(device)) for _ in range(3)]
 
-        assert [device.index for device in devices] == [0, 1, 0]
+        assert [chosen.index for chosen in devices] == [0, 1, 0]
+
+
+def test_a_replica_seeds_the_cpu_and_its_own_device(two_devices, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", pytest.fail)
+
+    with torch.random.fork_rng(devices=[]):
+        for device in ("cuda:1", "cpu"):
+            seed_generators(98, torch.device(device))
+            assert torch.initial_seed() == 98
+
+    assert seeds == [98]
 
 
 @pytest.fixture

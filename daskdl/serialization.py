@@ -15,6 +15,7 @@ tracebacks in other processes show.
 
 import copy
 import io
+import itertools
 import linecache
 import pickle
 import threading
@@ -193,9 +194,15 @@ class _Maker:
 
 
 def created(function: Callable[[], nn.Module]) -> nn.Module:
-    """Create a module with a function; copying the module calls the function again."""
+    """Create a module with a function; copying the module calls the function again.
+
+    What the function puts on an accelerator comes to the CPU.
+    """
     module = function()
     if isinstance(module, nn.Module):
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
+            module = module.cpu()
         _note_maker(module, function)
     return module
 

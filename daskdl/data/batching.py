@@ -288,7 +288,7 @@ def to_device(
     def moved(leaf: Tensor) -> Tensor:
         kept = leaf.dtype == torch.bool
         target = dtype if leaf.is_floating_point() else torch.int64
-        return leaf.to(device, leaf.dtype if kept else target, non_blocking=True)
+        return _moved(leaf, device, leaf.dtype if kept else target)
 
     return inputs_to_device(x, device, dtype), tree_map(moved, y)
 
@@ -298,9 +298,15 @@ def inputs_to_device(x: Tree, device: torch.device | str, dtype: torch.dtype) ->
 
     def moved(leaf: Tensor) -> Tensor:
         target = dtype if leaf.is_floating_point() else leaf.dtype
-        return leaf.to(device, target, non_blocking=True)
+        return _moved(leaf, device, target)
 
     return tree_map(moved, x)
+
+
+def _moved(leaf: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    # What a transform has put on an accelerator is read here, so it has to arrive.
+    to_accelerator = torch.device(device).type != "cpu"
+    return leaf.to(device, dtype, non_blocking=to_accelerator)
 
 
 def floating_dtype(module: nn.Module) -> torch.dtype:

@@ -117,7 +117,7 @@ def pytest_collection_modifyitems(config, items):
     Where the tests are divided between processes, the one that has these is the last
     to be done if it does not begin with them.
     """
-    items.sort(key=lambda item: "cluster" not in item.path.name)
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/cuda/test_cluster"))
     items.sort(key=lambda item: "cluster" not in item.path.parts)
     for item in items:
         for folder in MARKED.intersection(item.path.parts):

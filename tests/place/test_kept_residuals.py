@@ -77,7 +77,12 @@ class Booked(torch.optim.SGD):
 
     def now(self):
         parameters = self.param_groups[0]["params"]
-        return torch.cat([p.detach().reshape(-1) for p in parameters]).double().numpy()
+        return (
+            torch.cat([p.detach().reshape(-1) for p in parameters])
+            .double()
+            .cpu()
+            .numpy()
+        )
 
 
 class Enter(Callback):

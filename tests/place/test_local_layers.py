@@ -50,7 +50,7 @@ class TestOneReplica:
         last = fitted.history_.layers[-4:]  # of the last step
 
         for row, values in zip(last, fitted.model_.parameters(), strict=True):
-            values = values.detach().numpy()
+            values = values.detach().cpu().numpy()
             assert row["parameter_norm"] == pytest.approx(np.linalg.norm(values))
             bounds = row["parameter_low"], row["parameter_high"]
             assert bounds == (values.min(), values.max())

@@ -130,9 +130,11 @@ class Lazy(nn.Module):
 
     def forward(self, x):
         if self.how.endswith("place") and self.mask is None:
-            self.mask = torch.ones(20)
+            self.mask = torch.ones(20, device=x.device)
         elif not hasattr(self, "mask"):
-            self.register_buffer("mask", torch.ones(20), self.how == "nothing")
+            self.register_buffer(
+                "mask", torch.ones(20, device=x.device), self.how == "nothing"
+            )
         self.once = None
         return self.inner(x * self.mask)
 

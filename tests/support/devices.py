@@ -1,9 +1,12 @@
-"""The device of the tests in tests/cuda: see `DEVICE`."""
+"""The device of the tests in tests/cuda, and what tests see of it."""
 
+import gc
 import os
+import threading
 
 import pytest
 import torch
+from torch import nn
 
 # ``DASKDL_TEST_DEVICE``; else CUDA where there is a device, or the CPU.
 DEVICE = torch.device(
@@ -15,3 +18,58 @@ DEVICE = torch.device(
 needs_cuda = pytest.mark.skipif(
     DEVICE.type != "cuda", reason="needs a CUDA device: the CPU has nothing like it"
 )
+
+
+def tensor_bytes():
+    """Bytes of the tensors of this process on the device.
+
+    On the CPU, of those that Python's collector knows.
+    """
+    gc.collect()
+    if DEVICE.type == "cuda":
+        # Each thread that multiplies matrices has memory for it, for later threads.
+        torch._C._cuda_clearCublasWorkspaces()
+        return torch.cuda.memory_allocated(DEVICE)
+    tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+class SeenDevices(nn.CrossEntropyLoss):
+    """The loss of classes, which notes where replicas of this process compute it.
+
+    Attributes:
+        seen: Types of devices. Of all copies of this loss.
+    """
+
+    seen: set[str] = set()  # noqa: RUF012  # of the class
+
+    def forward(self, output, labels):
+        if threading.current_thread().name.startswith("daskdl-replica"):
+            self.seen.update((output.device.type, labels.device.type))
+        return super().forward(output, labels)
+
+
+class OutOfMemory(nn.Module):
+    """A model that needs more memory than there is for a batch of so many rows.
+
+    Args:
+        model: Computes batches of other sizes.
+        rows: Size of the batch.
+    """
+
+    def __init__(self, model, rows):
+        super().__init__()
+        self.model = model
+        self.rows = rows
+
+    def forward(self, x):
+        if len(x) == self.rows and self.training:
+            allocate_too_much(x.device)
+        return self.model(x)
+
+
+def allocate_too_much(device):
+    """Raise what torch raises; on the CPU it has another class."""
+    if device.type == "cpu":
+        raise torch.OutOfMemoryError("out of memory: tried to allocate 1 PiB")
+    torch.empty(2**50, dtype=torch.uint8, device=device)

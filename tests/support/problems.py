@@ -131,15 +131,27 @@ def check_shows_what_was_validated(fitted, held):
 
 
 def parameters_of(module):
-    return {name: value.numpy().copy() for name, value in module.state_dict().items()}
+    state = module.cpu().state_dict()
+    return {name: value.numpy().copy() for name, value in state.items()}
 
 
 def plain_loop(
-    model, optimizer, *, seed, epochs, batch_size, x, y, more=None, threads=1
+    model,
+    optimizer,
+    *,
+    seed,
+    epochs,
+    batch_size,
+    x,
+    y,
+    more=None,
+    threads=1,
+    device="cpu",
 ):
     """What a user would write without daskdl, in order.
 
     Args:
+        device: Where the model trains.
         more: Options of a trainer that change the step, by name.
         threads: Of torch. Sums over a batch depend on how they are shared out.
     """
@@ -149,9 +161,10 @@ def plain_loop(
     former = torch.get_num_threads()
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    module = model().train()
+    module = model().train().to(device)
+    kind = torch.device(device).type
     steps = optimizer(module.parameters())
-    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    scaler = torch.amp.GradScaler(kind, enabled=dtype is torch.float16)
     scheduler = more["scheduler"](steps) if "scheduler" in more else None
     torch.manual_seed(seed)
     for _ in range(epochs):
@@ -160,9 +173,9 @@ def plain_loop(
             stop = min(start + size, len(x))
             for i in range(start, stop, batch_size):
                 part = slice(i, min(i + batch_size, stop))
-                with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                    output = module(torch.from_numpy(x[part]))
-                    labels = torch.from_numpy(y[part])
+                with torch.autocast(kind, dtype, enabled=dtype is not None):
+                    output = module(torch.from_numpy(x[part]).to(device))
+                    labels = torch.from_numpy(y[part]).to(device)
                     loss = nn.functional.cross_entropy(output, labels)
                 loss = loss / ((stop - start) / (part.stop - part.start))
                 scaler.scale(loss).backward()

@@ -116,6 +116,7 @@ class Place(NamedTuple):
     client: Any  # False: among threads
     replicas: int
     per_worker: int = 1
+    device: Any = "cpu"
 
     @property
     def where(self):
@@ -127,7 +128,8 @@ class Place(NamedTuple):
 
     def trainer(self, **options):
         """A trainer there; options of the sharing are given as a master."""
-        return trainer(self.client, **{"master": self.sharing(), **options})
+        options = {"master": self.sharing(), "device": self.device, **options}
+        return trainer(self.client, **options)
 
 
 class Conservation:
@@ -234,7 +236,15 @@ class OneReplica:
         fitted = lone.trainer(model=model, optimizer=optimizer, seed=3)
         fitted.fit(X, Y, epochs=2, batch_size=50, shuffle=False)
 
-        plain = plain_loop(model, optimizer, seed=3, epochs=2, batch_size=50, x=X, y=Y)
+        plain = plain_loop(
+            *(model, optimizer),
+            seed=3,
+            epochs=2,
+            batch_size=50,
+            x=X,
+            y=Y,
+            device=lone.device,
+        )
 
         for name, value in parameters_of(fitted.model_).items():
             np.testing.assert_array_equal(value, plain[name], err_msg=name)

@@ -37,8 +37,10 @@ GRID = 2.0**-24  # of the runs here
 
 
 def vector(module):
-    """The trainable parameters, float64."""
-    return torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
+    """The trainable parameters, float64, on the CPU."""
+    return torch.cat(
+        [p.detach().double().reshape(-1) for p in module.parameters()]
+    ).cpu()
 
 
 def delivered(trainer, *data):

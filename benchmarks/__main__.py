@@ -21,6 +21,7 @@ QUESTIONS = {
     "cost-model": "cost_model.QUESTION",
     "step": "step.QUESTION",
     "encode": "encode.QUESTION",
+    "cuda": "cuda.QUESTION",
     "wire-size": "wire_size.QUESTION",
     "first-step": "first_step.QUESTION",
     "memory": "memory.QUESTION",

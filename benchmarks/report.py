@@ -36,6 +36,7 @@ SECTIONS = {
     "Replicas of one scheduler": "cost-model",
     "Cost of a step": "step",
     "Encoding": "encode",
+    "On a GPU": "cuda",
     "Frame sizes": "wire-size",
     "Time to the first step": "first-step",
     "Memory of a worker": "memory",
@@ -77,6 +78,7 @@ def section(result: Result, picture: str | None) -> str:
     hardware, versions = result.hardware, result.versions
     shown = ("torch", "distributed", "numba")
     made_on = [
+        *([hardware["accelerator"]] if "accelerator" in hardware else []),
         f"{hardware['processor']}, {hardware['cores']} cores",
         f"Python {versions['python']}",
         *(f"{name} {versions[name]}" for name in shown if name in versions),

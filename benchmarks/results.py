@@ -14,6 +14,7 @@ import re
 import shlex
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
@@ -22,12 +23,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "results"
-LIBRARIES = ("torch", "dask", "distributed", "numpy", "numba", "lz4")
+LIBRARIES = ("torch", "triton", "dask", "distributed", "numpy", "numba", "lz4")
 
 Row = Mapping[str, Any]
 
 
-def hardware_here() -> dict[str, object]:
+def hardware_here(device: str = "cpu") -> dict[str, object]:
+    """The machine, and the CUDA device that a question measures on, if it has one."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     path = Path("/proc/cpuinfo")
     text = path.read_text() if path.exists() else ""
@@ -37,6 +39,32 @@ def hardware_here() -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(pages / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        **_accelerator(device),
+    }
+
+
+def _accelerator(device: str) -> dict[str, object]:
+    """Name, memory, driver and CUDA version of a device; nothing for other devices."""
+    if not device.startswith("cuda"):
+        return {}
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(device)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=20
+        )
+        driver = done.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        driver = None
+    return {
+        "accelerator": properties.name,
+        "accelerator_gib": round(properties.total_memory / 2**30, 1),
+        "driver": driver,
+        "cuda": torch.version.cuda,
     }
 
 
@@ -46,11 +74,16 @@ def slug(hardware: Mapping[str, Any]) -> str:
     Example:
         >>> slug({"processor": "Intel(R) Xeon(R) Processor @ 2.50GHz", "cores": 2})
         'xeon-2.50ghz-2cores'
+        >>> slug({"processor": "", "cores": 16, "accelerator": "NVIDIA H100 80GB HBM3"})
+        'h100-80gb-hbm3'
     """
-    words = re.sub(r"\(.*?\)", " ", str(hardware["processor"])).lower()
-    words = re.sub(r"\b(intel|amd|cpu|processor)\b|@", " ", words)
-    kept = re.findall(r"[a-z0-9.]+", words)
-    return "-".join([*kept[:4], f"{hardware['cores']}cores"])
+    measured_on = str(hardware.get("accelerator") or hardware["processor"])
+    words = re.sub(r"\(.*?\)", " ", measured_on).lower()
+    words = re.sub(r"\b(intel|amd|nvidia|cpu|processor)\b|@", " ", words)
+    kept = re.findall(r"[a-z0-9.]+", words)[:4]
+    return "-".join(
+        kept if "accelerator" in hardware else [*kept, f"{hardware['cores']}cores"]
+    )
 
 
 def versions_here() -> dict[str, str]:
@@ -138,11 +171,17 @@ def _finite(value: Any) -> Any:
 
 
 def in_turns(
-    cases: Mapping[Any, Callable[[], Any]], rounds: int
+    cases: Mapping[Any, Callable[[], Any]], rounds: int, seconds: float = math.inf
 ) -> dict[Any, list[Any]]:
-    """What each case returns in each round; the cases take turns."""
+    """What each case returns in each round; the cases take turns.
+
+    There are fewer rounds, but at least one, if they take longer than `seconds`.
+    """
     results: dict[Any, list[Any]] = {name: [] for name in cases}
-    for _ in range(rounds):
+    until = time.monotonic() + seconds
+    for number in range(rounds):
+        if number and time.monotonic() > until:
+            break
         for name, measure in cases.items():
             results[name].append(measure())
     return results
@@ -262,7 +301,10 @@ class Question:
         print(f"# {command}", flush=True)
         seeds = getattr(asked, "seeds", [0])
         columns = columns_of(self.columns)
-        result = Result(self.name, columns, [], command, seeds)
+        result = Result(
+            *(self.name, columns, [], command, seeds),
+            hardware=hardware_here(getattr(asked, "device", "cpu")),
+        )
 
         def kept() -> Iterator[Row]:
             nonlocal result

@@ -4,15 +4,18 @@ import importlib
 import json
 import math
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import compare, contest, report, time_to_accuracy
+from benchmarks import compare, contest, cuda, report, time_to_accuracy, transformer
 from benchmarks.contest import CONTESTANTS
 from benchmarks.peers.loop import Arguments, Gauge, Least
 from benchmarks.report import bars
 from benchmarks.results import Question, Result, columns_of, load
+from daskdl import codec
 
 COLUMNS = "case density:.0e ms:.2f ratio:.2f"
 ROWS = [{"case": "find", "density": 1e-3, "ms": 1.25, "ratio": 0.5, "more": [1, 2]}]
@@ -109,6 +112,63 @@ def test_the_page_shows_the_newest_results(tmp_path):
     assert "## A killed worker\n\nBy hand.\n" in text
     picture = tmp_path / "images" / "benchmark_encode.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_result_of_a_gpu_has_its_name(tmp_path):
+    machine = {"processor": "Xeon", "cores": 16, "accelerator": "NVIDIA H100 80GB HBM3"}
+    measured = result(date="2026-01-01", hardware=machine)
+
+    assert measured.save(tmp_path).name == "encode_h100-80gb-hbm3_2026-01-01.json"
+    assert "NVIDIA H100 80GB HBM3, Xeon, 16 cores" in report.page(tmp_path)
+
+
+def test_the_measurements_of_a_gpu_run_on_a_cpu(tmp_path):
+    arguments = ["--device", "cpu", "--small", "--results", str(tmp_path)]
+
+    rows = cuda.QUESTION.main(arguments).rows
+
+    assert {row["part"] for row in rows} == set(cuda.PARTS)
+    measured = {row["case"]: row for row in rows if "ms" in row}
+    (computed,) = [row for row in rows if row["case"] not in measured]
+    assert computed["case"] == "the same after thousands of steps"
+    assert all(row["ms"] > 0 for row in measured.values())
+    exchanging = [
+        row["density"] > 0 for case, row in measured.items() if case.startswith("fit")
+    ]
+    assert exchanging == [False, True, True, True, True]
+    (path,) = tmp_path.iterdir()
+    assert [row["case"] for row in load(path).rows] == [row["case"] for row in rows]
+
+
+def test_a_measurement_of_a_gpu_that_fails_leaves_the_others(monkeypatch):
+    def out_of_memory(sizes, device, until):
+        yield {"case": "a matrix", "ms": 1.0}
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setitem(cuda.PARTS, "copies", out_of_memory)
+    parts = ["--parts", "copies", "ceilings"]
+
+    rows = cuda.QUESTION.main(["--device=cpu", "--small", "--no-results", *parts]).rows
+
+    assert [row.get("note") for row in rows[:2]] == [
+        None,
+        "RuntimeError: out of memory",
+    ]
+    assert [row["part"] for row in rows] == ["copies"] * 2 + ["ceilings"] * 2
+
+
+def test_an_echo_sends_each_update_back_once():
+    echo = transformer.Echo(SimpleNamespace(run=7))
+    entries_K = np.array([2, -5], np.int32)
+
+    frame = echo.publish(lambda stamp: codec.encode(stamp, 10, 0.5, entries_K), step=3)
+
+    (update,) = echo.drain().updates
+    assert update.stamp == codec.Stamp(run=7, origin=1, sequence=1, step=3)
+    np.testing.assert_array_equal(update.entries_K, entries_K)
+    assert frame.nbytes > 0
+    assert not echo.drain().updates
+    assert echo.peers() == [1]
 
 
 def test_a_comparison_shows_the_ratio_of_ratios(tmp_path, capsys):

@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-part test-oldest test-cuda test-slurm sim chaos kills lint bench bench-all bench-compare study release-check clean
+.PHONY: help demo test test-all test-part test-oldest test-cuda test-triton test-slurm sim chaos kills lint bench bench-all bench-compare study release-check clean
 .PHONY: 1 2 3 4 5 6
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test-part 1   one of six parts of what test-all adds: under 15 minutes"
 	@echo "make test-oldest  on the oldest versions that are allowed: half an hour, 6 GB of disk"
 	@echo "make test-cuda   fits on a CUDA device: three minutes"
+	@echo "make test-triton  the kernels for CUDA, interpreted: a minute"
 	@echo "make test-slurm  fits on jobs of SLURM and SGE, and over SSH, on this machine: 10 minutes; needs root"
 	@echo "make sim    simulate a thousand fits whose workers and connections fail: minutes"
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
@@ -45,7 +46,7 @@ demo: .venv/examples
 	$(BIN)/python examples/digits.py
 
 # Of the suite, only test-cuda uses a GPU.
-test test-all test-part test-oldest test-slurm: export DASKDL_TEST_DEVICE := cpu
+test test-all test-part test-oldest test-triton test-slurm: export DASKDL_TEST_DEVICE := cpu
 test-cuda: export DASKDL_TEST_DEVICE := cuda
 
 # One process tests what needs clusters, the other all else.
@@ -81,6 +82,12 @@ test-oldest: .venv-oldest/installed
 
 test-cuda: .venv/installed
 	$(BIN)/python -m pytest -n 4 -m cuda tests
+
+# The kernels of CUDA in Triton's interpreter. Triton stays out of .venv, as processes
+# that have it complain when they end.
+test-triton: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target .triton triton
+	PYTHONPATH=.triton $(BIN)/python -m pytest tests/maths/test_kernels.py -k triton
 
 test-slurm: .venv/installed
 	$(BIN)/pip install --quiet -c constraints.txt dask-jobqueue asyncssh

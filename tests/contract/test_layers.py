@@ -42,7 +42,14 @@ OUTSIDE = {
     "process_settings": {"torch"},
     "observe": {"matplotlib", "numpy", "pandas", "typing_extensions"},
     "callbacks": {"dask", "torch", "tqdm", "typing_extensions"},
-    "compression": {"llvmlite", "numba", "numpy", "torch", "typing_extensions"},
+    "compression": {
+        "llvmlite",
+        "numba",
+        "numpy",
+        "torch",
+        "triton",
+        "typing_extensions",
+    },
     "channel": {
         "dask",
         "distributed",

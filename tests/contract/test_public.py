@@ -227,7 +227,7 @@ import ast, importlib, os, pathlib, sys, threading
 
 root = pathlib.Path(sys.argv[1])
 absent = "pandas.", "keras.", "dask_jobqueue.", "bokeh.", "prometheus_client."
-absent += ("sklearn.",)
+absent += "sklearn.", "triton."
 # As the test below finds, these are not imported.
 absent += "torch.", "torchmetrics.", "numba.", "distributed.", "safetensors.torch."
 # Imported before anything is watched: dependencies may do what they like.

@@ -1,6 +1,9 @@
 """One contract over all kernels: numpy as reference, boundaries, the same bits."""
 
 import math
+import os
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -18,11 +21,29 @@ from tests.support.problems import rows, trainer
 
 GRID = 2.0**-20
 QUANTUM = 64 * GRID
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+CUDA = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+TRITON = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles its kernels for the CUDA device"
+)
+
+
+def triton_group(*vectors):
+    """Make a group whose kernels Triton interprets on the CPU, or runs on CUDA."""
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    return import_module("daskdl.compression.kernels_triton").TritonGroup(*vectors)
+
+
 KERNELS = [
     pytest.param((NumbaGroup, "cpu"), id="numba"),
     pytest.param((VectorGroup, "cpu"), id="torch"),
     pytest.param((VectorGroup, "cuda"), id="cuda", marks=CUDA),
+    pytest.param((triton_group, "cpu"), id="triton", marks=[TRITON, INTERPRETED]),
+    pytest.param((triton_group, "cuda"), id="triton-cuda", marks=[TRITON, *CUDA]),
 ]
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
@@ -42,6 +63,7 @@ def kernel(request):
         shared = torch.as_tensor(shared, dtype=torch.int32, device=device)
         return kind(local, local, shared, start)
 
+    group.interpreted = kind is triton_group and device == "cpu"
     return group
 
 
@@ -96,7 +118,21 @@ class TestFind:
         ):
             np.testing.assert_array_equal(actual.cpu(), expected)
 
+    def test_it_finds_entries_that_are_close_together_in_places(self, kernel):
+        local, shared = random_pair(10_000, seed=5, scale=0.5)
+        crowded = slice(2000, 5000)
+        local[crowded], shared[crowded] = random_pair(3000, seed=6, scale=50.0)
+
+        entries, levels = kernel(local, shared).find(64, GRID, where=slice(3, None))
+
+        expected_entries, expected_levels = reference_find(local[3:], shared[3:], 64)
+        expected_entries += 3 * np.sign(expected_entries)
+        np.testing.assert_array_equal(entries.cpu(), expected_entries)
+        np.testing.assert_array_equal(levels.cpu(), expected_levels)
+
     def test_positions_are_exact_beyond_float32_integers(self, kernel):
+        if kernel.interpreted:
+            pytest.skip("17 million positions take Triton's interpreter a minute")
         local = torch.zeros(2**24 + 1)  # the first gap in float32
         local[-1] = -1.0
 
@@ -138,7 +174,8 @@ def test_a_level_counts_whole_quanta_up_to_fifteen(kernel, quanta, level):
 
 @FLOATS
 def test_what_is_found_has_one_quantum_at_least(kernel, dtype):
-    counts = np.random.default_rng(0).integers(1, 2**18, 2_000)
+    tries = 50 if kernel.interpreted else 2_000
+    counts = np.random.default_rng(0).integers(1, 2**18, tries)
     for count in counts.tolist():
         group = kernel([count * GRID, -7 * count * GRID], dtype=dtype)
 
@@ -272,22 +309,38 @@ def problems(draw):
     return local, shared, count, local_factor
 
 
-def group_of(local, shared, kind=NumbaGroup, dtype=torch.float32):
-    local_N = torch.tensor(local, dtype=dtype)
-    return kind(local_N, local_N, ints(shared), 0)
+def group_of(local, shared, kind=NumbaGroup, dtype=torch.float32, device="cpu"):
+    local_N = torch.tensor(local, dtype=dtype, device=device)
+    return kind(local_N, local_N, ints(shared).to(device), 0)
 
 
-@given(
-    problems(),
-    st.sampled_from([torch.float32, torch.float64]),
-    st.sampled_from([0.0, 0.5, 0.9]),
-)
+DTYPES = st.sampled_from([torch.float32, torch.float64])
+MOMENTA = st.sampled_from([0.0, 0.5, 0.9])
+
+
+@given(problems(), DTYPES, MOMENTA)
 @settings(max_examples=150)
 def test_numba_gives_the_bits_of_torch(problem, dtype, momentum):
+    compare_with_torch(NumbaGroup, "cpu", problem, dtype, momentum)
+
+
+@TRITON
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=CUDA)],
+)
+@given(problems(), DTYPES, MOMENTA)
+@settings(max_examples=40)
+def test_triton_gives_the_bits_of_torch(device, problem, dtype, momentum):
+    compare_with_torch(triton_group, device, problem, dtype, momentum)
+
+
+def compare_with_torch(kernels, kernels_device, problem, dtype, momentum):
+    """Compare kernels on a device with torch operations on the CPU."""
     local, shared, count, local_factor = problem
     outcomes, cuts = [], []
-    for kind in (NumbaGroup, VectorGroup):
-        group = group_of(local, shared, kind, dtype)
+    for kind, device in [(kernels, kernels_device), (VectorGroup, "cpu")]:
+        group = group_of(local, shared, kind, dtype, device)
         entries, levels = group.find(count, GRID, local_factor)
         bound = 1.3 * count * GRID
         cuts.append(group.commit_(entries, count, GRID, bound, local_factor, levels))
@@ -296,13 +349,14 @@ def test_numba_gives_the_bits_of_torch(problem, dtype, momentum):
             entries, count, GRID, bound, local_factor, momentum=momentum
         )
         group.apply_(entries, count, GRID)
-        group.apply_counts_(ints(shared), GRID, own_factor(local_factor, momentum))
+        counts = ints(shared).to(device)
+        group.apply_counts_(counts, GRID, own_factor(local_factor, momentum))
         residual = group.residual_counts(GRID, 2**22, local_factor)
         outcomes.append((entries, levels, group.local_N, group.shared_N, residual))
 
     assert cuts[0] == pytest.approx(cuts[1], rel=1e-12)
-    for by_numba, by_torch in zip(*outcomes, strict=True):
-        assert torch.equal(by_numba, by_torch)
+    for by_kernel, by_torch in zip(*outcomes, strict=True):
+        assert torch.equal(by_kernel.cpu(), by_torch)
 
 
 def test_compiled_kernels_are_for_the_cpu_and_torch_operations_for_all_else():

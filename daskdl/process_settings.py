@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -149,8 +149,46 @@ def device_for(device: str) -> Iterator[torch.device]:
                 _replicas_by_device[number] -= 1
 
 
+def device_to_evaluate_on(device: str) -> torch.device:
+    """Return the device of this process on which models are evaluated.
+
+    Args:
+        device: ``"auto"``, which is CUDA, or the CPU without CUDA; or the name of a
+            torch device.
+
+    Raises:
+        OptionError: If this process does not have the device.
+    """
+    check_device(device)
+    if device == "auto":
+        device = "cuda" if _device_count() else "cpu"
+    return torch.device(device)
+
+
 def _device_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def device_name(device: Any) -> str:
+    """Return the name of a device option.
+
+    Example:
+        >>> device_name(torch.device("cuda", 1)), device_name("auto")
+        ('cuda:1', 'auto')
+    """
+    # No bare number: its meaning in torch depends on the machine.
+    is_name = isinstance(device, str | torch.device)
+    try:
+        if is_name and device != "auto":
+            torch.device(device)
+    except RuntimeError:
+        is_name = False
+    if not is_name:
+        raise OptionError(
+            "device must be 'auto' or a torch device, such as 'cpu' or 'cuda:0', got "
+            f"{device!r}"
+        )
+    return str(device)
 
 
 def check_device(device: str) -> None:

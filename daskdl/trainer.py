@@ -148,6 +148,7 @@ def predict(
     keyed: bool | None = None,
     transform: Transform | None = None,
     label: Any = None,
+    device: str | torch.device = "auto",
 ) -> Any:
     """Apply any model to every row, as :meth:`Trainer.predict` does.
 
@@ -163,6 +164,8 @@ def predict(
         keyed: Whether outputs have keys, see :meth:`Trainer.predict`.
         transform: Applied to each batch, see :class:`Trainer`.
         label: Column, or key, of `X` to leave out.
+        device: Device of the model on each worker: a torch device; or ``"auto"``: CUDA,
+            or the CPU without CUDA.
 
     Returns:
         The outputs in order, lazy if the data are lazy, see :meth:`Trainer.predict`.
@@ -186,6 +189,7 @@ def predict(
         output=output,
         postprocess=postprocess,
         keyed=keyed,
+        device=device,
     )
 
 
@@ -609,6 +613,7 @@ class Trainer:
             sample_weight,
             read=read,
             client=self.client,
+            device=self.device,
             classes=self.classes_,
         )
 
@@ -678,6 +683,7 @@ class Trainer:
             y,
             read=read,
             client=self.client,
+            device=self.device,
             key=key,
             penalty=penalty,
             classes=self.classes_,
@@ -739,6 +745,7 @@ class Trainer:
             output=output,
             postprocess=postprocess,
             keyed=keyed,
+            device=self.device,
             names=self.classes_,
         )
 
@@ -803,6 +810,7 @@ class Trainer:
             transform=transform,
             output=output,
             client=self.client,
+            device=self.device,
         )
         predictor.columns = columns
         return predictor

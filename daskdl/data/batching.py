@@ -324,11 +324,6 @@ def floating_dtype(module: nn.Module) -> torch.dtype:
     return torch.get_default_dtype()
 
 
-def auto_device() -> torch.device:
-    """Return CUDA if this process can use it, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def tensors(rows: Rows) -> Batch:
     """Return rows as tensors in their own memory."""
     return tree_map(lambda leaf: torch.from_numpy(np.array(leaf, order="C")), rows)

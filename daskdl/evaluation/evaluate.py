@@ -53,7 +53,11 @@ from daskdl.objective import (
     scored,
 )
 from daskdl.observe.history import check_log_names
-from daskdl.process_settings import freed_memory_kept
+from daskdl.process_settings import (
+    device_name,
+    device_to_evaluate_on,
+    freed_memory_kept,
+)
 from daskdl.serialization import Packed, PackedModel
 from daskdl.util import client_or_process
 
@@ -83,6 +87,7 @@ def evaluate(
     transform: Transform | None = None,
     label: Any = None,
     on_bad_batch: OnBad = "raise",
+    device: str | torch.device = "auto",
 ) -> Evaluation:
     """Evaluate any model in one pass, as :meth:`Trainer.evaluate` does.
 
@@ -102,6 +107,8 @@ def evaluate(
         transform: Applied to each batch, see :class:`Trainer`.
         label: Column or key of `X` that contains the labels, see :meth:`Trainer.fit`.
         on_bad_batch: What happens to unreadable parts, see :meth:`Trainer.fit`.
+        device: Device of the model on each worker: a torch device; or ``"auto"``: CUDA,
+            or the CPU without CUDA.
 
     Returns:
         A dict of the values over all rows, by name, which prints as a report.
@@ -128,6 +135,7 @@ def evaluate(
         sample_weight,
         read=read,
         client=client,
+        device=device,
     )
 
 
@@ -141,9 +149,11 @@ def evaluate_model(
     *,
     read: ReadOptions,
     client: Client | Literal[False] | None,
+    device: str | torch.device = "auto",
     classes: Sequence[str] | None = None,
 ) -> Evaluation:
     """Evaluate a model with a loss or a step; see `Trainer.evaluate`."""
+    device = device_name(device)
     labelled = not isinstance(objective, OwnStep)
     if sample_weight is not None:
         if metrics is not None:
@@ -195,6 +205,7 @@ def evaluate_model(
             read.transform,
             label_check,
             read.skips,
+            device,
             batching.row_spec(run.rows),
             not specs and has_accuracy(objective, output, first_labels),
             Packed(specs, "metrics") if specs else None,
@@ -256,10 +267,11 @@ class Scorer:
     transform: Transform | None
     label_check: LabelCheck | None  # None: labels are not checked
     skips: bool  # whether unreadable data are left out
+    device: str  # see `device_to_evaluate_on`
 
     def unpacked(self) -> tuple[nn.Module, Any, torch.device]:
         """Return this thread's module, the objective, and the device of both."""
-        device = batching.auto_device()
+        device = device_to_evaluate_on(self.device)
         module = self.model.module(lambda copy: copy.eval().to(device))
         if self.objective is None:
             return module, None, device

@@ -40,6 +40,7 @@ from daskdl.inference.lazy import (
 from daskdl.keras.module import CrossEntropyOfProbabilities
 from daskdl.objective import Objective, OwnStep, Penalized, batch_loss, call, scored
 from daskdl.observe.history import check_log_names
+from daskdl.process_settings import device_name
 from daskdl.serialization import Packed, PackedModel, copied
 from daskdl.util import check_outlives, client_or_process
 
@@ -53,6 +54,7 @@ def score_examples(
     read: ReadOptions,
     client: Client | Literal[False] | None,
     key: Any = None,
+    device: str | torch.device = "auto",
     penalty: float = 0.0,
     classes: Sequence[str] | None = None,
 ) -> Any:
@@ -82,7 +84,15 @@ def score_examples(
         if keys is not None:
             keys.check(source)
         here = cluster is False and not source.lazy
-        scorer = _scorer(model, objective, source, read, penalty=penalty, here=here)
+        scorer = _scorer(
+            model,
+            objective,
+            source,
+            read,
+            device_name(device),
+            penalty=penalty,
+            here=here,
+        )
         if isinstance(source, Collections):
             losses = scorer.checked_losses
             if keys is not None:
@@ -220,6 +230,7 @@ def _scorer(
     objective: Objective,
     source: Source,
     read: ReadOptions,
+    device: str,
     *,
     here: bool,
     penalty: float = 0.0,
@@ -251,6 +262,7 @@ def _scorer(
         read.transform,
         run.labels,
         read.skips,
+        device,
         by_rows,
         penalty,
     )

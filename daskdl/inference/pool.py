@@ -46,7 +46,7 @@ from daskdl.errors import (
     hide_internal_frames_,
 )
 from daskdl.objective import call
-from daskdl.process_settings import torch_threads
+from daskdl.process_settings import device_to_evaluate_on, torch_threads
 from daskdl.serialization import Packed, PackedModel
 from daskdl.util import guarded, text_of
 
@@ -177,8 +177,11 @@ class ModelThread(ModelReplica):
     _staged: dict[int, nn.Module]  # by version
     _device: torch.device
 
-    def __init__(self, transform: Packed[Transform] | None, threads: int) -> None:
+    def __init__(
+        self, transform: Packed[Transform] | None, device: str, threads: int
+    ) -> None:
         self._transform = transform
+        self._device_name = device
         self._model, self._staged = None, {}
         self._version = 0  # of the model in use
         self.closed = False
@@ -228,7 +231,7 @@ class ModelThread(ModelReplica):
     # ---- model thread
 
     def _unpacked(self, model: PackedModel) -> nn.Module:
-        self._device = batching.auto_device()
+        self._device = device_to_evaluate_on(self._device_name)
         return model.unpack().eval().to(self._device)
 
     def _outputs(self, x: Tree) -> Outputs:
@@ -256,6 +259,7 @@ class LocalHost(Host):
     """This process."""
 
     transform: Packed[Transform] | None
+    device: str
     threads: int = field(default_factory=torch.get_num_threads)
 
     @override
@@ -264,7 +268,8 @@ class LocalHost(Host):
 
     @override
     def replica(self, place: str, sharing: int) -> ModelReplica:
-        return ModelThread(self.transform, max(1, self.threads // sharing))
+        threads = max(1, self.threads // sharing)
+        return ModelThread(self.transform, self.device, threads)
 
 
 # ---- on workers
@@ -286,12 +291,14 @@ class ReplicaServer:
         name: str,
         sharing: int,
         transform: Packed[Transform] | None,
+        device: str,
         silence_s: float,
     ) -> None:
         self._name = name
         self._worker = worker
         self._silence_s = silence_s
-        self._model = ModelThread(transform, max(1, worker.state.nthreads // sharing))
+        threads = max(1, worker.state.nthreads // sharing)
+        self._model = ModelThread(transform, device, threads)
         self._pending = 0  # requests without an answer
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
@@ -355,11 +362,12 @@ async def start_server(
     name: str,
     sharing: int,
     transform: Packed[Transform] | None,
+    device: str,
     silence_s: float,
     dask_worker: Worker,
 ) -> None:
     """Create a `ReplicaServer`; Dask's `run` calls this on a worker."""
-    ReplicaServer(dask_worker, name, sharing, transform, silence_s)
+    ReplicaServer(dask_worker, name, sharing, transform, device, silence_s)
 
 
 class RemoteReplica(ModelReplica):
@@ -371,6 +379,7 @@ class RemoteReplica(ModelReplica):
         place: str,
         sharing: int,
         transform: Packed[Transform] | None,
+        device: str,
         silence_s: float,
     ) -> None:
         self.place = place
@@ -378,6 +387,7 @@ class RemoteReplica(ModelReplica):
         self._name = f"daskdl-predictor-{uuid.uuid4().hex}"
         self._sharing = sharing
         self._transform = transform
+        self._device = device
         self._silence_s = silence_s
 
     @override
@@ -387,6 +397,7 @@ class RemoteReplica(ModelReplica):
             self._name,
             self._sharing,
             self._transform,
+            self._device,
             self._silence_s,
             workers=[self.place],
         )
@@ -446,6 +457,7 @@ class ClusterHost(Host):
 
     client: Client
     transform: Packed[Transform] | None
+    device: str
     silence_s: float
 
     @override
@@ -457,7 +469,7 @@ class ClusterHost(Host):
     @override
     def replica(self, place: str, sharing: int) -> ModelReplica:
         return RemoteReplica(
-            self.client, place, sharing, self.transform, self.silence_s
+            self.client, place, sharing, self.transform, self.device, self.silence_s
         )
 
 

@@ -30,7 +30,11 @@ from daskdl.inference.lazy import (
     with_first_rows,
 )
 from daskdl.objective import call, picked
-from daskdl.process_settings import freed_memory_kept
+from daskdl.process_settings import (
+    device_name,
+    device_to_evaluate_on,
+    freed_memory_kept,
+)
 from daskdl.serialization import PackedModel
 from daskdl.util import (
     check_installed,
@@ -54,6 +58,7 @@ def predict(
     output: str | int | None = None,
     postprocess: Postprocess | None = None,
     keyed: bool | None = None,
+    device: str | torch.device = "auto",
     names: Sequence[Any] | None = None,
 ) -> Any:
     """Apply a model to every row; see :func:`daskdl.predict`.
@@ -90,6 +95,7 @@ def predict(
             output,
             postprocess,
             exact=not source.keyable,  # examples may have different shapes
+            device=device_name(device),
         )
         empty_arrays = batching.tree_map(as_numpy, empty)
         if by_file:
@@ -201,6 +207,7 @@ class BatchPredictor:
     which: str | int | None  # name or position of an output; None: all
     postprocess: Postprocess | None
     exact: bool  # False: batches may differ in the shapes of their outputs
+    device: str  # see `device_to_evaluate_on`
 
     def __call__(self, source: Source, part: int) -> Tree:
         """Return the outputs for a part, numpy arrays."""
@@ -209,7 +216,7 @@ class BatchPredictor:
 
     def outputs(self, blocks: Iterator[Rows]) -> Tree:
         """Return the joined outputs for blocks of rows, numpy arrays."""
-        device = batching.auto_device()
+        device = device_to_evaluate_on(self.device)
         self.model.opened(lambda copy: copy.eval().to(device))
         module = self.model.module()
         dtype = batching.floating_dtype(module)

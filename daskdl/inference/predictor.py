@@ -54,6 +54,7 @@ from daskdl.inference.pool import (
 )
 from daskdl.inference.predict import check_output
 from daskdl.objective import OneOutput
+from daskdl.process_settings import device_name
 from daskdl.serialization import Packed, PackedModel
 from daskdl.util import check_installed, client_or_process
 
@@ -518,6 +519,8 @@ class Predictor:
         client: Synchronous client. None: the default client, or a `LocalCluster` for
             this predictor if there is none. False: replicas are threads of this
             process.
+        device: Device of the models: a torch device; or ``"auto"``: CUDA, or the CPU
+            without CUDA.
 
     Attributes:
         columns: Names of the columns of tables, in the order that the model expects,
@@ -549,7 +552,9 @@ class Predictor:
         transform: Transform | None = None,
         output: str | int | None = None,
         client: Client | Literal[False] | None = None,
+        device: str | torch.device = "auto",
     ) -> None:
+        device = device_name(device)
         check_count("replicas", replicas)
         check_count("batch_limit", batch_limit)
         # The queue must have room for the largest call.
@@ -572,11 +577,12 @@ class Predictor:
             host: LocalHost | ClusterHost
             if cluster is False:
                 self._loop = starting.enter_context(_loop_thread())
-                host = LocalHost(packed_transform)
+                host = LocalHost(packed_transform, device)
             else:
                 check_installed(cluster)
                 self._loop = cluster.loop.asyncio_loop
-                host = ClusterHost(cluster, packed_transform, self._timeouts.silence)
+                silence_s = self._timeouts.silence
+                host = ClusterHost(cluster, packed_transform, device, silence_s)
             self._here = cluster is False
             self._pool = ReplicaPool(host, packed, replicas, self._timeouts)
             self._dispatcher = Dispatcher(self._pool, self._queue, self._timeouts)

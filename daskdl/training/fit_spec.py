@@ -55,6 +55,7 @@ from daskdl.data.tables import number_labels
 from daskdl.errors import ModelError, OptionError, shown
 from daskdl.keras.module import as_module
 from daskdl.objective import Objective, OwnStep
+from daskdl.process_settings import device_name
 from daskdl.saving.checkpoints import CheckpointPlan
 from daskdl.serialization import copied, created
 from daskdl.training.base import TrainingMaster, checksum_of, evaluating_in
@@ -330,7 +331,7 @@ class FitSpec:
                 f"master must be a daskdl.TrainingMaster, got {self.master!r}"
                 f"{instead_of_class(self.master)}"
             )
-        _check_device(self.device)
+        device_name(self.device)  # refuses others
         if not is_whole(self.seed) or not 0 <= self.seed < SEED_BELOW:
             raise OptionError(
                 f"seed must be a whole number in [0, 2**63), got {self.seed!r}"
@@ -476,21 +477,6 @@ def display_name(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(display_name, value))
     return str(getattr(value, "__qualname__", type(value).__name__))
-
-
-def _check_device(device: Any) -> None:
-    # No bare number: its meaning in torch depends on the machine.
-    named = isinstance(device, str | torch.device)
-    try:
-        if named and device != "auto":
-            torch.device(device)
-    except RuntimeError:
-        named = False
-    if not named:
-        raise OptionError(
-            "device must be 'auto' or a torch device, such as 'cpu' or 'cuda:0', got "
-            f"{device!r}"
-        )
 
 
 # Concurrent loading of small remote files hides latency; a replica has one core.

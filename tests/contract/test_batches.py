@@ -10,7 +10,6 @@ from torch import nn
 from daskdl.data.batching import (
     Chunk,
     all_rows,
-    auto_device,
     batches,
     floating_dtype,
     inputs_to_device,
@@ -192,13 +191,6 @@ def test_dtypes_become_what_model_and_loss_expect(x, y, expected):
 )
 def test_a_model_computes_in_the_dtype_of_its_first_float(module, dtype):
     assert floating_dtype(module) == dtype
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_the_accelerator_is_used_if_there_is_one(monkeypatch, there):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-
-    assert auto_device().type == ("cuda" if there else "cpu")
 
 
 def test_a_part_that_is_done_with_is_gone_before_the_next_is_asked_for():

@@ -11,6 +11,7 @@ import torch
 
 from daskdl.process_settings import (
     device_for,
+    device_to_evaluate_on,
     freed_memory_kept,
     random_state_kept,
     seed_generators,
@@ -41,6 +42,14 @@ def test_without_a_cuda_device_it_is_the_cpu(monkeypatch):
 
     with device_for("auto") as device:
         assert device == torch.device("cpu")
+    assert device_to_evaluate_on("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen"), [("auto", "cuda"), ("cpu", "cpu"), ("cuda:1", "cuda:1")]
+)
+def test_models_are_evaluated_on_the_device_that_is_named(two_devices, device, chosen):
+    assert device_to_evaluate_on(device) == torch.device(chosen)
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])

@@ -183,11 +183,11 @@ def test_the_page_of_options_says_which_options_other_methods_have(method, headi
 
 
 def test_functions_have_the_arguments_of_methods():
-    client = {"client": "None"}
+    place = {"client": "None", "device": "'auto'"}
     for function, method, extra in (
-        (daskdl.predict, daskdl.Trainer.predict, client),
-        (daskdl.evaluate, daskdl.Trainer.evaluate, client | {"loss": "None"}),
-        (daskdl.Predictor, daskdl.Trainer.predictor, client),
+        (daskdl.predict, daskdl.Trainer.predict, place),
+        (daskdl.evaluate, daskdl.Trainer.evaluate, place | {"loss": "None"}),
+        (daskdl.Predictor, daskdl.Trainer.predictor, place),
     ):
         assert arguments_of(function) == arguments_of(method) | extra
 

@@ -187,17 +187,17 @@ class OnDevice(nn.Module):
 
 WEIGHTS = torch.tensor([1.0, 2.0, 1.0, 0.5])
 ALREADY_THERE = {
-    "a model": {"model": lambda: mlp().to(DEVICE)},
-    "a module": {"model": start_of(mlp).to(DEVICE)},
-    "a class": {"model": OnDevice},
-    "a loss": {"loss": nn.CrossEntropyLoss(weight=WEIGHTS.to(DEVICE))},
-    "batches": {"transform": moved},
+    "a model": lambda: {"model": lambda: mlp().to(DEVICE)},
+    "a module": lambda: {"model": start_of(mlp).to(DEVICE)},
+    "a class": lambda: {"model": OnDevice},
+    "a loss": lambda: {"loss": nn.CrossEntropyLoss(weight=WEIGHTS.to(DEVICE))},
+    "batches": lambda: {"transform": moved},
 }
 
 
 @pytest.mark.parametrize("options", ALREADY_THERE.values(), ids=ALREADY_THERE)
 def test_what_is_on_the_device_already_is_as_welcome(place, options):
-    fitted = place.trainer(**options)
+    fitted = place.trainer(**options())
 
     history = fitted.fit(X, Y, epochs=4, batch_size=16, validation=(X, Y))
 
@@ -313,8 +313,53 @@ def test_nothing_stays_on_the_device(place, master, options, ctrl_c):
     assert tensor_bytes() == before[1]
 
 
-def test_a_device_that_is_not_there_is_refused():
+def serve(fitted):
+    with fitted.predictor() as predictor:
+        predictor(X[:8])
+
+
+USES = {
+    "fit": lambda fitted: fitted.fit(X, Y),
+    "evaluate": lambda fitted: fitted.evaluate(X, Y),
+    "score_examples": lambda fitted: fitted.score_examples(X, Y),
+    "predict": lambda fitted: fitted.predict(X),
+    "predictor": serve,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_device_that_is_not_there_is_refused(use):
     missing = f"cuda:{torch.cuda.device_count()}"
+    fitted = trainer(False)
+    fitted.fit(X, Y)
+    fitted.device = missing
 
     with pytest.raises(OptionError, match=f"device '{missing}' does not exist"):
-        trainer(False, device=missing).fit(X, Y)
+        use(fitted)
+
+
+def test_models_are_evaluated_where_they_are_trained(place):
+    """On the device, or on the CPU beside it."""
+
+    class Seen(nn.Module):
+        """A model that notes where its rows are; a dry run has up to three."""
+
+        seen = set()  # noqa: RUF012  # of all copies
+
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x):
+            if len(x) > 3:
+                self.seen.add(x.device.type)
+            return self.layers(x)
+
+    for device in (DEVICE, "cpu"):
+        fitted = place.trainer(model=Seen, device=device)
+        fitted.fit(X, Y)
+        for use in USES.values():
+            use(fitted)
+
+            assert Seen.seen == {torch.device(device).type}
+            Seen.seen.clear()

@@ -42,7 +42,9 @@ class FlatParameters:
 
     Parameter objects, values and gradients stay the same, so optimizers keep working.
     Frozen parameters are left alone, and tied ones appear once. Memory formats such as
-    channels-last become contiguous.
+    channels-last become contiguous. A model may give a parameter other memory in its
+    forward pass, as ``flatten_parameters`` of recurrent layers does on CUDA, see
+    :meth:`gather_`.
 
     Args:
         module: The module; the memory of its parameters is replaced.
@@ -74,6 +76,24 @@ class FlatParameters:
         self.groups = tuple(
             _flatten_(named, self.slices[named[0][0]].start) for named in layout
         )
+        parameters = [p for named in layout for _, p in named if p.numel()]
+        self._places = [(parameter, parameter.detach()) for parameter in parameters]
+        self._addresses = [parameter.data_ptr() for parameter in parameters]
+
+    def gather_(self, *, copy: bool = True) -> None:
+        """Make parameters that have other memory now views of the flat vectors again.
+
+        Args:
+            copy: Whether the vectors get the values of these parameters; else the
+                parameters get those of the vectors.
+        """
+        if [p.data_ptr() for p, _ in self._places] == self._addresses:
+            return
+        for parameter, view in self._places:
+            if parameter.data_ptr() != view.data_ptr():
+                if copy:
+                    view.copy_(parameter.detach())
+                parameter.data = view
 
 
 Named = list[tuple[str, nn.Parameter]]

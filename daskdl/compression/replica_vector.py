@@ -161,6 +161,7 @@ class ReplicaVector:
         self.strict = strict
         self.groups = []
         self._showing = False
+        self._parameters = parameters
         for flat, start, *_ in parameters.groups:
             size, dtype, device = flat.numel(), working_dtype(flat.dtype), flat.device
             aliased = not strict and dtype == flat.dtype
@@ -208,6 +209,7 @@ class ReplicaVector:
         """Return the groups for methods that read or move local."""
         if self._showing:
             raise RunError("the module shows shared; leave showing_shared() first")
+        self._parameters.gather_()
         return self.groups
 
     def sync_from_parameters_(self) -> None:
@@ -227,7 +229,8 @@ class ReplicaVector:
 
     def residual(self, group: VectorGroup, where: Where) -> Tensor:
         """Return the residual at some positions, parameter units; a new tensor."""
-        return self._ahead(group, where) / self.local_factor
+        # Not a division, which CUDA rounds otherwise than the CPU.
+        return self._ahead(group, where) * (1.0 / self.local_factor)
 
     def residual_counts(self, most: int = INT32_MAX) -> Counts:
         """Return the residual in whole steps of the grid, int32, shape (N,).
@@ -463,6 +466,7 @@ class ReplicaVector:
                     group.flat[where] = shown.to(group.flat.dtype)
             yield
         finally:
+            self._parameters.gather_(copy=False)
             for flat, local_N in kept:
                 flat.copy_(local_N)
             self._show_all_()

@@ -296,7 +296,7 @@ class ReduceState:
         self.common = None
         self._proposed: tuple[int, Reduced] | None = None
         self.outer = None if outer is None else OuterOptimizer(outer, module)
-        self._groups = FlatParameters(module).groups
+        self._parameters = FlatParameters(module)
         self._optimizer = optimizer
         self._untrained = untrained
 
@@ -330,8 +330,9 @@ class ReduceState:
         Returns:
             New arrays; `ReduceOp.SUM` arrays are multiplied by the weight.
         """
+        self._parameters.gather_()
         arrays: dict[Key, NDArray[Any]] = {}
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(self._parameters.groups):
             flat = group.flat.detach().to("cpu", working_dtype(group.flat.dtype))
             key = Key(ReduceOp.SUM, "parameters", number=number)
             arrays[key] = flat.numpy() * weight
@@ -349,8 +350,9 @@ class ReduceState:
 
     def load_(self, arrays: Reduced) -> None:
         """Load a mean."""
+        self._parameters.gather_()
         with torch.no_grad():
-            for number, group in enumerate(self._groups):
+            for number, group in enumerate(self._parameters.groups):
                 key = Key(ReduceOp.SUM, "parameters", number=number)
                 group.flat.copy_(torch.from_numpy(np.array(arrays[key])))
         self._untrained.load_(_untrained_means(arrays))

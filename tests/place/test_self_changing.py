@@ -151,3 +151,42 @@ def test_buffers_registered_in_the_forward_pass_are_returned(kind, how):
         assert fitted.model_.mask.tolist() == [1.0] * 20
         assert ("mask" in fitted.model_.state_dict()) == (how in ("a place", "nothing"))
         assert fitted.model_.once is None
+
+
+class Moving(nn.Linear):
+    """A layer whose parameters get other memory in each forward pass.
+
+    On CUDA, ``flatten_parameters`` of a recurrent layer does the same.
+    """
+
+    moves = False
+
+    def forward(self, x):
+        if self.moves:
+            for parameter in self.parameters():
+                parameter.data = parameter.data.clone()
+        return super().forward(x)
+
+
+IN_STEP = {**MASTERS, "sharing": GradientSharing(max_staleness=0)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", IN_STEP)
+def test_parameters_that_the_model_moves_are_trained_like_others(kind, dtype):
+    master, layer = IN_STEP[kind], Moving(20, 4, dtype=dtype)
+    losses, models = [], []
+    for layer.moves in (False, True):
+        fitted = trainer(
+            False,
+            master=dataclasses.replace(master, replicas_per_worker=2),
+            model=layer,
+        )
+
+        history = fitted.fit(X, Y, epochs=2, batch_size=16, validation=HELD)
+
+        losses.append(history.column("loss") + history.column("val_loss"))
+        models.append(fitted.model_.state_dict())
+    assert losses[0] == losses[1]
+    for name, parameter in models[0].items():
+        assert torch.equal(parameter, models[1][name]), name

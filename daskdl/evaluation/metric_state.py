@@ -58,6 +58,9 @@ class PartState(NamedTuple):
 
 # By name in the collection; "name.inner" for a nested metric.
 PartStates = Mapping[str, PartState]
+# As a context manager: metrics create tensors, which belong on the CPU, whatever
+# `torch.set_default_device` says.
+CPU = torch.device("cpu")
 
 
 def update_(collection: MetricCollection, *rows: Any) -> None:
@@ -214,7 +217,7 @@ class MetricSpec(NamedTuple):
 
     def section(self, merger: StateMerger) -> Section:
         """Compute the metrics from the states of all parts, and report them."""
-        with _warnings_logged():
+        with _warnings_logged(), CPU:
             try:
                 computed: Mapping[str, Any] = merger.merged().compute()
             except USER_ERRORS as error:
@@ -241,7 +244,7 @@ def metric_specs(
                 f"tensors; {name} is a {type(leaf).__name__}"
             )
     output, y = aligned(objective, on_cpu([output]), on_cpu([y]))
-    with _warnings_logged(), torch.no_grad():
+    with _warnings_logged(), torch.no_grad(), CPU:
         samples = [metrics.sample(objective, output, y, classes) for metrics in sets]
         specs = [
             MetricSpec(metrics, sample, metrics.collection(sample))
@@ -301,8 +304,9 @@ class MetricAccumulator:
         start, stop = self._measured_rows, self._measured_rows + self._waiting_rows
         self._waiting, self._waiting_rows = [], 0
         try:
-            for spec, collection in zip(self._specs, self._collections, strict=True):
-                update_(collection, *spec.metrics.prepared(spec.sample, output, y))
+            with CPU:
+                for spec, live in zip(self._specs, self._collections, strict=True):
+                    update_(live, *spec.metrics.prepared(spec.sample, output, y))
         except USER_ERRORS as error:
             where = f"rows {start} to {stop - 1} of {self._name}"
             if isinstance(error, DaskDLError):
@@ -319,7 +323,7 @@ SpecsAndStates = tuple[tuple[MetricSpec, ...], tuple[PartStates, ...]]
 
 def numbers_of(specs: Sequence[MetricSpec]) -> tuple[str, ...]:
     """Return the names of all measured values that are single numbers."""
-    with _warnings_logged(), torch.no_grad():
+    with _warnings_logged(), torch.no_grad(), CPU:
         return tuple(n for spec in specs for n in spec.metrics.numbers(spec.sample))
 
 

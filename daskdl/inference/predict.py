@@ -189,7 +189,10 @@ def empty_outputs(
             raise unsuitable(type(leaf))
         if leaf.ndim == 0 or len(leaf) != count:
             raise unsuitable(tuple(leaf.shape))
-    empty = [torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype) for leaf in leaves]
+    empty = [
+        torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype, device="cpu")
+        for leaf in leaves
+    ]
     return batching.with_leaves(output, empty)
 
 

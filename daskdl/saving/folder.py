@@ -71,7 +71,8 @@ def encode_tensors(tensors: Tensors, reused: Tensor | None = None) -> Tensor:
     header = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
     content = reused
     if content is None or len(content) != len(header) + ends[-1]:
-        content = torch.empty(len(header) + ends[-1], dtype=torch.uint8)
+        size = len(header) + ends[-1]
+        content = torch.empty(size, dtype=torch.uint8, device="cpu")
     content[: len(header)] = torch.frombuffer(header, dtype=torch.uint8)
     for name, (start, end) in offsets.items():
         tensor = tensors[name].detach()
@@ -106,7 +107,8 @@ def decode_tensors(content: bytes) -> dict[str, Tensor]:
             f"the file has {len(content)} bytes"
         )
     try:
-        tensors = dict(sorted(load(content).items()))  # the library's order varies
+        with torch.device("cpu"):  # the default may be another device
+            tensors = dict(sorted(load(content).items()))  # in any order until here
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise SaveError(f"not a safetensors file: {error}") from error
     for name, tensor in tensors.items():

@@ -203,8 +203,16 @@ def created(function: Callable[[], nn.Module]) -> nn.Module:
         tensors = itertools.chain(module.parameters(), module.buffers())
         if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
             module = module.cpu()
+        _keep_on_one_device_(module)
         _note_maker(module, function)
     return module
+
+
+def _keep_on_one_device_(module: nn.Module) -> None:
+    """Let each `DataParallel` compute where its parameters are, as without CUDA."""
+    for part in module.modules():
+        if isinstance(part, nn.DataParallel):
+            part.device_ids = []
 
 
 def _note_maker(module: nn.Module, function: Callable[[], nn.Module]) -> None:
@@ -240,6 +248,7 @@ def _remade(reference: bytes | _Kept, state: Mapping[str, _PartState]) -> nn.Mod
                 f"{path or 'the module'} is {new}, but was {old} before"
             )
     module = module.cpu()
+    _keep_on_one_device_(module)
     for path, part in module.named_modules():
         part_state = state[path]
         with torch.no_grad():
@@ -409,6 +418,12 @@ class PackedModel(Packed[nn.Module]):
 
     def __init__(self, module: nn.Module, *, here: bool = False) -> None:
         super().__init__(module, "model", here=here)
+
+    @override
+    def unpack(self) -> nn.Module:
+        module = super().unpack()
+        _keep_on_one_device_(module)
+        return module
 
     _of_thread: threading.local
 

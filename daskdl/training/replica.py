@@ -106,6 +106,12 @@ if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib
     from daskdl.evaluation.metric_state import MetricSpec
 
 
+OUT_OF_MEMORY = (
+    "use a smaller batch_size, with accumulate= for the same optimizer step, or "
+    "autocast=torch.bfloat16; other processes and replicas may use the same device"
+)
+
+
 @dataclass
 class FitResult:
     """The result of one replica, or the merged result of all replicas.
@@ -227,6 +233,8 @@ class Replica:
 
     def _fail(self, error: Exception) -> FitResult:
         """Report an error of daskdl or of the user's code."""
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(OUT_OF_MEMORY)
         self._channel.fail(failure_of(error, self.steps))
         return self._unfinished()
 

@@ -185,11 +185,21 @@ class OnDevice(nn.Module):
         return self.layers(x)
 
 
+def parallel():
+    """A model in DataParallel, as it is made where there are CUDA devices."""
+    model = nn.DataParallel(mlp().to(DEVICE))
+    model.device_ids = [0]
+    model.src_device_obj = torch.device("cuda:0")
+    return model
+
+
 WEIGHTS = torch.tensor([1.0, 2.0, 1.0, 0.5])
 ALREADY_THERE = {
     "a model": lambda: {"model": lambda: mlp().to(DEVICE)},
     "a module": lambda: {"model": start_of(mlp).to(DEVICE)},
     "a class": lambda: {"model": OnDevice},
+    "a parallel model": lambda: {"model": parallel},
+    "a parallel module": lambda: {"model": parallel()},
     "a loss": lambda: {"loss": nn.CrossEntropyLoss(weight=WEIGHTS.to(DEVICE))},
     "batches": lambda: {"transform": moved},
 }
@@ -267,6 +277,7 @@ def test_out_of_memory_ends_the_fit_with_the_model_agreed_on_last(place, master)
         fitted.fit(X[:-1], Y[:-1], epochs=2, batch_size=16)
 
     assert "allocate_too_much" in str(caught.value)
+    assert "use a smaller batch_size" in str(caught.value)
     assert fitted.evaluate(X, Y)["accuracy"] > 0.8
     history = fitted.fit(X, Y, epochs=2, batch_size=16)
     assert history.column("replicas") == [2, 2]

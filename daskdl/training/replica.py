@@ -110,6 +110,11 @@ OUT_OF_MEMORY = (
     "use a smaller batch_size, with accumulate= for the same optimizer step, or "
     "autocast=torch.bfloat16; other processes and replicas may use the same device"
 )
+DEVICE_ASSERT = (
+    "an index was out of range, for example one of an embedding: with device='cpu', "
+    "the traceback shows the line; this process can no longer use the device: restart "
+    "it, or the workers with client.restart()"
+)
 
 
 @dataclass
@@ -235,6 +240,8 @@ class Replica:
         """Report an error of daskdl or of the user's code."""
         if isinstance(error, torch.OutOfMemoryError):
             error.add_note(OUT_OF_MEMORY)
+        elif "device-side assert" in text_of(error):
+            error.add_note(DEVICE_ASSERT)
         self._channel.fail(failure_of(error, self.steps))
         return self._unfinished()
 

@@ -283,6 +283,28 @@ def test_out_of_memory_ends_the_fit_with_the_model_agreed_on_last(place, master)
     assert history.column("replicas") == [2, 2]
 
 
+class Asserting(nn.Module):
+    """A model that fails as one does whose indices are out of range on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x):
+        if len(x) == 16:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return self.layers(x)
+
+
+def test_an_assert_of_the_device_says_what_to_do(place):
+    """Not a real one: this process could not use the device any longer."""
+    with pytest.raises(ReplicaError, match="device-side assert") as caught:
+        place.trainer(model=Asserting).fit(X, Y, batch_size=16)
+
+    assert "with device='cpu', the traceback shows the line" in str(caught.value)
+    assert "client.restart()" in str(caught.value)
+
+
 def test_ctrl_c_keeps_the_model_agreed_on_last(place, ctrl_c):
     interrupted = place.trainer(callbacks=[Interrupt()])
 

@@ -115,9 +115,10 @@ class TestFitAgain(promises.FitAgain):
 
 
 @pytest.mark.parametrize("model", [mlp, normalised])
-def test_a_fit_of_one_replica_is_repeatable(lone, model):
+def test_a_fit_of_one_replica_depends_on_its_seed_alone(lone, model):
     models = []
-    for _ in range(2):
+    for seed in range(2):
+        torch.manual_seed(seed)  # of the process
         fitted = lone.trainer(model=model, optimizer=adam, seed=7)
         fitted.fit(X, Y, epochs=2, batch_size=16)
         models.append(vector(fitted.model_))
@@ -265,7 +266,7 @@ def test_the_best_model_is_restored(place):
 
 
 @MASTERS
-def test_out_of_memory_ends_the_fit_with_the_model_agreed_on_last(place, master):
+def test_out_of_memory_ends_the_fit_and_a_later_one_goes_on(place, master):
     """Only the data of the second fit have a batch of 15 rows."""
     fitted = place.trainer(
         model=lambda: OutOfMemory(mlp(), rows=15),

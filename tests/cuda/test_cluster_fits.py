@@ -196,6 +196,7 @@ class TestNewcomers:
         yield add
         del options["env"]
 
+    @pytest.mark.slow
     def test_one_without_a_device_joins_is_killed_and_joins_again(
         self, client, add_worker, tmp_path
     ):

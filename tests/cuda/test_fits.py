@@ -41,6 +41,10 @@ MASTERS = pytest.mark.parametrize(
 )
 
 
+# The same tests are in tests/place, on the CPU.
+on_the_cpu_elsewhere = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Of torch: sums of the CPU depend on how they are shared out."""
@@ -95,10 +99,12 @@ class TestOneReplica(promises.OneReplica):
     pass
 
 
+@on_the_cpu_elsewhere
 class TestConservation(promises.Conservation):
     pass
 
 
+@on_the_cpu_elsewhere
 class TestAgreement(promises.Agreement):
     pass
 
@@ -110,6 +116,7 @@ class TestInStep(promises.InStep):
         return mlp
 
 
+@on_the_cpu_elsewhere
 class TestFitAgain(promises.FitAgain):
     pass
 

@@ -556,8 +556,11 @@ class Stepper:
                         self.logs.add(logs, rows)
                     loss = share_of_mean(loss, weights[0], totals[0])
                 else:
-                    output = scored(call(self._module, x))
-                    loss = batch_mean(objective, output, y, weights, totals)
+                    # No name for the output, which may be large: it is freed before
+                    # the backward pass, unless the loss needs it there.
+                    loss = batch_mean(
+                        *(objective, scored(call(self._module, x)), y, weights, totals)
+                    )
             except ValueError as error:
                 if rows == 1 and str(error).startswith(ONE_ROW):
                     raise ModelError(

@@ -3,6 +3,7 @@
 import functools
 import math
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -342,3 +343,24 @@ class TestOwnStep:
         assert sorted(rehearsed) == [(False, False, 2)] * 2 + [(False, True, 2)] * 2
         assert trained == [(True, True, 40)] * 12
         assert scored == [(False, False, 40)] * 2
+
+
+def test_an_output_that_the_loss_does_not_need_is_freed_before_the_backward_pass():
+    existing = []
+
+    class Remembered(nn.Linear):
+        def forward(self, x):
+            output = super().forward(x)
+            remembered = weakref.ref(output)
+            if output.requires_grad:
+                output.register_hook(lambda gradient: existing.append(remembered()))
+            return output
+
+    fitted = trainer(
+        False, model=lambda: Remembered(20, 2), loss=lambda output, y: output.sum()
+    )
+
+    fitted.fit(X, Y, epochs=1, batch_size=32)
+
+    assert existing
+    assert not any(output is not None for output in existing)

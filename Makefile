@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-part test-oldest test-cuda test-triton test-slurm sim chaos kills lint bench bench-all bench-compare study release-check clean
+.PHONY: help demo test test-all test-part test-oldest test-python test-cuda test-triton test-slurm sim chaos kills lint bench bench-all bench-compare study release-check clean
 .PHONY: 1 2 3 4 5 6
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test-all   the same, then one by one all that takes longer: an hour"
 	@echo "make test-part 1   one of six parts of what test-all adds: under 15 minutes"
 	@echo "make test-oldest  on the oldest versions that are allowed: half an hour, 6 GB of disk"
+	@echo "make test-python PYTHON=python3.13   on another Python: ten minutes, 8 GB of disk"
 	@echo "make test-cuda   fits on a CUDA device: three minutes"
 	@echo "make test-triton  the kernels for CUDA, interpreted: a minute"
 	@echo "make test-slurm  fits on jobs of SLURM and SGE, and over SSH, on this machine: 10 minutes; needs root"
@@ -46,7 +47,7 @@ demo: .venv/examples
 	$(BIN)/python examples/digits.py
 
 # Of the suite, only test-cuda uses a GPU.
-test test-all test-part test-oldest test-triton test-slurm: export DASKDL_TEST_DEVICE := cpu
+test test-all test-part test-oldest test-python test-triton test-slurm: export DASKDL_TEST_DEVICE := cpu
 test-cuda: export DASKDL_TEST_DEVICE := cuda
 
 # One process tests what needs clusters, the other all else.
@@ -79,6 +80,17 @@ test-part: .venv/installed
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest -n 2 tests/contract tests/place \
 		-W ignore::DeprecationWarning -W ignore::PendingDeprecationWarning
+
+# Another Python has an environment of its own.
+OTHER := .venv-$(notdir $(PYTHON))
+$(OTHER)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e ".[test]"
+	touch $@
+
+test-python: $(OTHER)/installed
+	$(OTHER)/bin/python -m pytest -n 2 tests/contract tests/maths tests/place tests/cuda
 
 test-cuda: .venv/installed
 	$(BIN)/python -m pytest -n 4 -m cuda tests
@@ -168,6 +180,6 @@ release-check: .venv-release/installed
 	.venv-release/bin/python -m tests.release $(if $(QUICK),--quick)
 
 clean:
-	rm -rf .venv .venv-oldest .venv-release build dist site *.egg-info
+	rm -rf .venv .venv-oldest .venv-python* .venv-release build dist site *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -78,7 +78,7 @@ def test_make_test_and_test_all_and_the_parts_divide_the_same_markers():
 @pytest.mark.parametrize(
     ("marker", "folders"),
     [
-        ("cuda", {"cuda"}),
+        ("cuda", {"cuda", "maths"}),
         ("learning", {"learning", "chaos", "network"}),
         ("", {Path(path).parts[1] for path in FILES}),
         ("slow or cuda", {Path(path).parts[1] for path in FILES}),

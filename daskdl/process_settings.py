@@ -116,6 +116,11 @@ _device_lock = threading.Lock()
 _replicas_by_device: Counter[int] = Counter()  # keys: numbers of CUDA devices
 
 
+def is_divided(device: str | torch.device) -> bool:
+    """Whether replicas divide the CUDA devices of their process among them."""
+    return str(device) in ("auto", "cuda")
+
+
 @contextlib.contextmanager
 def device_for(device: str) -> Iterator[torch.device]:
     """Context manager: choose the device of a replica.
@@ -134,7 +139,7 @@ def device_for(device: str) -> Iterator[torch.device]:
     check_device(device)
     chosen = torch.device("cpu" if device == "auto" else device)
     count, number = _device_count(), None
-    if count and device in ("auto", "cuda"):
+    if count and is_divided(device):
         with _device_lock:
             number = min(range(count), key=_replicas_by_device.__getitem__)
             _replicas_by_device[number] += 1

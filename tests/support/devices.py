@@ -29,6 +29,7 @@ def tensor_bytes():
     if DEVICE.type == "cuda":
         # Each thread that multiplies matrices has memory for it, for later threads.
         torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()  # memory that several streams have used is freed late
         return torch.cuda.memory_allocated(DEVICE)
     tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
     return sum(tensor.nbytes for tensor in tensors)

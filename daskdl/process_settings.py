@@ -7,6 +7,7 @@ whether glibc keeps freed memory.
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import threading
 from collections import Counter
@@ -20,6 +21,7 @@ from torch import Tensor
 from daskdl.errors import OptionError
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class _Setting(Generic[T]):
@@ -256,11 +258,24 @@ def freed_memory_kept() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def process_environment(device: str, threads: int) -> Iterator[torch.device]:
-    """Set up the process for a replica; the last replica to leave restores it."""
-    with (
-        device_for(device) as chosen,
-        torch_threads(threads),
-        freed_memory_kept(),
-        random_state_kept(chosen),
-    ):
-        yield chosen
+    """Set up the process for a replica; the last replica to leave restores it.
+
+    A device that has failed, for example by a device-side assert, is left as it is: the
+    replica has reported its error, which another one must not replace.
+    """
+    on_device = contextlib.ExitStack()
+    with torch_threads(threads), freed_memory_kept():
+        chosen = on_device.enter_context(device_for(device))
+        try:
+            on_device.enter_context(random_state_kept(chosen))
+            yield chosen
+        finally:
+            try:
+                on_device.close()
+            except RuntimeError as error:  # torch's errors of a device
+                logger.warning(
+                    "this process can no longer use %s: %s; restart it, or the "
+                    "workers with client.restart()",
+                    chosen,
+                    error,
+                )

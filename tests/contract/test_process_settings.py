@@ -13,6 +13,7 @@ from daskdl.process_settings import (
     device_for,
     device_to_evaluate_on,
     freed_memory_kept,
+    process_environment,
     random_state_kept,
     seed_generators,
     torch_threads,
@@ -74,6 +75,25 @@ def test_a_replica_seeds_the_cpu_and_its_own_device(two_devices, monkeypatch):
             assert torch.initial_seed() == 98
 
     assert seeds == [98]
+
+
+def test_a_device_that_has_failed_is_warned_of_and_hides_no_error(
+    two_devices, monkeypatch, caplog
+):
+    def fail(*arguments):
+        raise RuntimeError("device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", fail)
+
+    with process_environment("cuda:1", threads=1):
+        pass
+    with pytest.raises(KeyError), process_environment("cuda:1", threads=1):
+        raise KeyError
+
+    first, second = caplog.messages
+    assert first == second
+    assert first.startswith("this process can no longer use cuda:1: device-side assert")
 
 
 @pytest.fixture

@@ -1,12 +1,16 @@
 """The device of the tests in tests/cuda, and what tests see of it."""
 
+import contextlib
 import gc
 import os
 import threading
 
+import dask
 import pytest
 import torch
 from torch import nn
+
+from tests.support.clusters import cluster_of
 
 # ``DASKDL_TEST_DEVICE``; else CUDA where there is a device, or the CPU.
 DEVICE = torch.device(
@@ -18,6 +22,21 @@ DEVICE = torch.device(
 needs_cuda = pytest.mark.skipif(
     DEVICE.type != "cuda", reason="needs a CUDA device: the CPU has nothing like it"
 )
+
+
+@contextlib.contextmanager
+def cluster_on_device(workers):
+    """A client of so many workers, which are started as Dask starts them.
+
+    Forks would do as well, as long as what they are forks of has not used CUDA.
+    """
+    method = "forkserver" if DEVICE.type == "cpu" else "spawn"
+    options = {
+        "distributed.worker.multiprocessing-method": method,
+        "distributed.deploy.lost-worker-timeout": "90s",
+    }
+    with dask.config.set(options), cluster_of(workers) as client:
+        yield client
 
 
 def tensor_bytes():

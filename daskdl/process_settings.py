@@ -160,16 +160,20 @@ def device_to_evaluate_on(device: str) -> torch.device:
     """Return the device of this process on which models are evaluated.
 
     Args:
-        device: ``"auto"``, which is CUDA, or the CPU without CUDA; or the name of a
-            torch device.
+        device: ``"auto"``, which is CUDA; or the name of a torch device. Without CUDA,
+            the CPU replaces it, so that a trainer that was saved on a machine with CUDA
+            can be used on others.
 
     Raises:
-        OptionError: If this process does not have the device.
+        OptionError: If this process has CUDA devices, but not the one that is named.
     """
+    chosen = torch.device("cuda" if device == "auto" else device)
+    if chosen.type == "cuda" and not _device_count():
+        if device != "auto":
+            logger.warning("no CUDA device for device=%r: the CPU is used", device)
+        return torch.device("cpu")
     check_device(device)
-    if device == "auto":
-        device = "cuda" if _device_count() else "cpu"
-    return torch.device(device)
+    return chosen
 
 
 def _device_count() -> int:

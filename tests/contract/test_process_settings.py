@@ -43,7 +43,8 @@ def test_without_a_cuda_device_it_is_the_cpu(monkeypatch):
 
     with device_for("auto") as device:
         assert device == torch.device("cpu")
-    assert device_to_evaluate_on("auto") == torch.device("cpu")
+    for name in ("auto", "cuda", "cuda:1"):
+        assert device_to_evaluate_on(name) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ MASTERS: dict[str, daskdl.GradientSharing | daskdl.ParameterAveraging] = {
     "every 1": Sharing(exchange_every=1),
     "every 4": Sharing(exchange_every=4),
     "every 16": Sharing(exchange_every=16),
+    "lockstep 16": Sharing(max_staleness=0, exchange_every=16),
     "momentum 0.5": Sharing(momentum=0.5),
     "momentum 0.8": Sharing(momentum=0.8),
     "momentum 0.9": Sharing(momentum=0.9),

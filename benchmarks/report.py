@@ -44,6 +44,7 @@ SECTIONS = {
     "Accuracy of the plan": "plan",
     "Quality of models": "convergence-defaults",
     "Momentum": "momentum",
+    "Progress that was not sent": "residuals",
     "Quality of models, longer runs": "convergence-longer",
     "Quality of models, earlier defaults": "convergence",
     "Quality by option": "convergence-options",

@@ -470,14 +470,6 @@ class Channel(ABC):
         Without `has_dashboard`, nothing is sent.
         """
 
-    def link_s_per_byte(self) -> float:
-        """Seconds per byte that this replica has sent since the last call.
-
-        NaN if requests were too short to measure more than latency, and between
-        threads, which have no link; infinite if requests took time and none arrived.
-        """
-        return math.nan
-
     def check(self) -> None:
         """Raise :class:`Stopped` if this replica must leave; send no request.
 

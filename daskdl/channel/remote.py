@@ -380,10 +380,6 @@ class RemoteChannel(Channel):
     def report_live(self, live: LiveReport) -> None:
         self._routing.live.append(live)
 
-    @override
-    def link_s_per_byte(self) -> float:
-        return self._routing.meter.take()
-
     # ---- work
 
     @override

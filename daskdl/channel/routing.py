@@ -28,8 +28,6 @@ from daskdl.channel.protocol import (
     PeerProgress,
 )
 from daskdl.channel.transport import (
-    CLOCK,
-    Clock,
     Connection,
     Outbox,
     RetransmitBuffer,
@@ -45,62 +43,6 @@ PACE_S = 0.005  # shortest time between two requests to one destination
 BEAT_PACE_S = 0.05  # shortest time between two heartbeats without updates
 IDLE_S = 60.0  # neighbors exchange no heartbeats, so an idle loop rarely wakes
 RETRY_S = 1.0  # pause after a neighbor could not be reached
-QUICK_S = 0.01  # requests shorter than this measure latency, not bandwidth
-
-
-class LinkMeter:
-    """Measures how long a byte occupies the outgoing link of one replica.
-
-    Time with several requests in flight counts once, since they share the link. Pauses
-    between requests and requests without messages are not counted.
-    """
-
-    def __init__(self, clock: Clock = CLOCK) -> None:
-        self._clock = clock
-        self._nbytes = self._requests = 0  # answered since the last `take`
-        self._busy_s = 0.0  # with at least one request in flight, since then
-        self._in_flight = 0
-        self._counted_at = 0.0  # end of the time in `_busy_s`
-        self._lock = threading.Lock()
-
-    # ---- event loop
-
-    @contextlib.contextmanager
-    def request(self, messages: Sequence[Message]) -> Iterator[None]:
-        """Count the duration of a request that carries these messages."""
-        counts = bool(messages)
-        self._count_time(counts)
-        try:
-            yield
-        finally:
-            self._count_time(-counts)
-
-    def _count_time(self, begun: int) -> None:
-        with self._lock:
-            now = self._clock.now()
-            if self._in_flight:
-                self._busy_s += now - self._counted_at
-            self._counted_at = now
-            self._in_flight += begun
-
-    def arrived(self, messages: Sequence[Message]) -> None:
-        """Count an answered request and the messages that it delivered."""
-        if messages:
-            with self._lock:
-                self._nbytes += sum(message.nbytes for message in messages)
-                self._requests += 1
-
-    # ---- training thread
-
-    def take(self) -> float:
-        """Return the seconds per byte, as `Channel.link_s_per_byte` does."""
-        with self._lock:
-            nbytes, requests, busy_s = self._nbytes, self._requests, self._busy_s
-            self._nbytes = self._requests = 0
-            self._busy_s = 0.0
-        if busy_s <= QUICK_S * requests:
-            return math.nan
-        return busy_s / nbytes if nbytes else math.inf
 
 
 class Destination(ABC):
@@ -190,21 +132,19 @@ class ToScheduler(Destination):
         progress, acknowledgement = routing.inbox.progress, routing.acknowledgement()
         if len(messages) != len(self.outbox):
             progress = PeerProgress()
-        with routing.meter.request(messages):
-            answer = await self._connection.ask(
-                None,
-                protocol.PUBLISH,
-                replica=self._connection.spec.replica,
-                messages=[message.to_wire() for message in messages],
-                progress=progress,
-                steps=routing.inbox.steps,
-                leaves=routing.leaving,
-                **acknowledgement,
-                **routing.take_live(),
-            )
+        answer = await self._connection.ask(
+            None,
+            protocol.PUBLISH,
+            replica=self._connection.spec.replica,
+            messages=[message.to_wire() for message in messages],
+            progress=progress,
+            steps=routing.inbox.steps,
+            leaves=routing.leaving,
+            **acknowledgement,
+            **routing.take_live(),
+        )
         answer = self._connection.checked(answer)
         accepted = int(answer.get("accepted", 0))
-        routing.meter.arrived(messages[:accepted])
         routing.on_answer(answer)
         return accepted
 
@@ -265,20 +205,17 @@ class Neighbor(Destination):
             progress = []
         if not messages and not progress:
             return 0
-        meter = self._routing.meter
-        with meter.request(messages):
-            answer = await self._connection.ask(
-                self._worker,
-                protocol.DELIVER,
-                replica=self._replica,
-                messages=[message.to_wire() for message in (*messages, *progress)],
-            )
+        answer = await self._connection.ask(
+            self._worker,
+            protocol.DELIVER,
+            replica=self._replica,
+            messages=[message.to_wire() for message in (*messages, *progress)],
+        )
         if not isinstance(answer, dict) or answer.get("status") != Answer.OK:
             raise OSError(f"{self._worker} answered {answer!r}")
         accepted = min(int(answer["accepted"]), len(messages))
         if answer["accepted"] == len(messages) + len(progress):
             self._announced.update((latest.origin, latest) for latest in progress)
-        meter.arrived(messages[:accepted])
         return accepted
 
     @override
@@ -315,7 +252,6 @@ class Routing(ABC):
         workers: Address of the worker of each member.
         own_kept: Updates of this replica that others may request again.
         others_kept: Updates of others, if the scheduler does not relay them.
-        meter: Measures the outgoing link.
         to_scheduler: Sends heartbeats, whatever the routing.
         leaving: Whether this replica has published its last update; the scheduler
             accepts it even if a queue is full.
@@ -327,7 +263,6 @@ class Routing(ABC):
     workers: Mapping[int, str]
     own_kept: RetransmitBuffer
     others_kept: RetransmitBuffer
-    meter: LinkMeter
     to_scheduler: ToScheduler
     leaving: bool
     live: deque[LiveReport]
@@ -340,7 +275,6 @@ class Routing(ABC):
         self.workers = {}
         self.own_kept = RetransmitBuffer(spec.outbox_bytes, evicts=self.relayed)
         self.others_kept = RetransmitBuffer(spec.inbox_bytes)
-        self.meter = LinkMeter(connection.clock)
         self.leaving = False
         self.live = deque(maxlen=1)
         self.to_scheduler = ToScheduler(

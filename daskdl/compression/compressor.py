@@ -11,7 +11,7 @@ Shape suffixes: N = parameters over all groups, K = entries of one update.
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -74,7 +74,8 @@ class PendingDense:
 
     grid: float  # one step, parameter units
     quantized: Quantized  # steps of the grid
-    thresholds: Mapping[str, float]  # by pattern, to continue from
+    # By pattern, to continue from; empty: those of the last exchange.
+    thresholds: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def entries(self) -> int:
@@ -205,8 +206,7 @@ class Compressor:
                 else group.next_threshold(None, grid)
                 for pattern, group in self.groups.items()
             }
-            counts_N = self.vector.residual_counts(GUARD)
-            return [PendingDense(grid, quantize(counts_N), thresholds)]
+            return [replace(self.whole_residual(), thresholds=thresholds)]
         size = self.vector.size
         updates: list[PendingUpdate] = []
         for pattern, group in sorted(
@@ -220,6 +220,11 @@ class Compressor:
                 PendingSparse(pattern, grid, count, threshold, entries_K, body)
             )
         return updates
+
+    def whole_residual(self) -> PendingDense:
+        """Return the whole residual as an update that leaves thresholds as they are."""
+        counts_N = self.vector.residual_counts(GUARD)
+        return PendingDense(self.vector.grid, quantize(counts_N))
 
     def commit_(self, update: PendingUpdate) -> None:
         """Take an update out of the residual, once the channel has accepted it.

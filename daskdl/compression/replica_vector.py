@@ -443,26 +443,19 @@ class ReplicaVector:
         self._show_all_()
 
     @contextlib.contextmanager
-    def showing_shared(self, moved_N: Counts | None = None) -> Iterator[None]:
+    def showing_shared(self) -> Iterator[None]:
         """Let the module compute with shared inside the context, as for validation.
 
         Its values are restored bit for bit on exit; eager float32 and float64 keep a
         copy. Methods that read or move local raise RunError inside.
-
-        Args:
-            moved_N: Counts to show in addition, int32, shape (N,); None: none.
         """
         groups = self._local_groups()
-        moved = None if moved_N is None else torch.from_numpy(moved_N)
         self._showing = True
         kept = [(g.flat, g.flat.clone()) for g in groups if g.local_N is g.flat]
         try:
             for group in groups:
                 for where in group.chunks():
                     shown = self._shared_values(group, where)
-                    if moved is not None:
-                        part = moved[group.start :][where].to(shown)
-                        shown += part * self.grid
                     group.flat[where] = shown.to(group.flat.dtype)
             yield
         finally:

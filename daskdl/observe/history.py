@@ -113,15 +113,9 @@ COLUMNS: Mapping[str, str] = {
     "learning_rate": "rate of the first parameter group at the end of the epoch",
     "rate_factor": "factor by which adaptive optimizers multiply the learning rate, "
     "mean over steps",
-    "sent_bytes": "bytes that all replicas sent: updates, residuals for the comparison "
-    "of models, and averaged buffers",
+    "sent_bytes": "bytes that all replicas sent: updates and averaged buffers",
     "received_bytes": "bytes of the same kinds that all replicas received",
     "dense_bytes": "bytes that dense updates would have taken, with every parameter",
-    "shared_loss": "loss of shared at the end of the epoch, on a few training batches "
-    "of each replica; NaN if no other model was considered",
-    "delivered_loss": "loss of shared plus all residuals, on the same batches; an "
-    "estimate if the residuals were not sent",
-    "delivered": "whether training continued from shared plus all residuals",
     "staleness": "steps ahead of the slowest replica, mean over steps; a lower bound",
     "waits": "seconds spent waiting, by cause, over all replicas",
     "clipped": "progress removed by residual clipping, sum of |removed|",

@@ -29,7 +29,6 @@ _COLORS = {
     "exchange": "#009e73",
     "data": "#56b4e9",
     "callbacks": "#5e3c99",
-    "comparison": "#a99bdb",
     "validation": "#1b4b5a",
     "checkpoint": "#00d0c0",
     "setup": "#6b777b",

@@ -10,10 +10,10 @@ import dataclasses
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from daskdl.compression.flat import (
     load_untrained_,
 )
 from daskdl.config import Timeouts, check_bound, check_whole
-from daskdl.evaluation.evaluate import Score
 from daskdl.observe.tables import StepStats
 from daskdl.training.state import (
     MODEL,
@@ -56,14 +55,6 @@ class ExchangeStats:
     steps: int = 0
     rate_rise_sum: float = 0.0  # `Exchange.rate_factor` - 1, summed over steps
     frozen_bytes: int = 0  # frozen parameters sent at the last sync
-
-
-class Choice(NamedTuple):
-    """Outcome of `Exchange.choose`, equal on all replicas; columns of the history."""
-
-    shared_loss: float = math.nan
-    delivered_loss: float = math.nan
-    delivered: bool = False
 
 
 def trained_in(module: nn.Module) -> dict[str, Tensor]:
@@ -332,7 +323,6 @@ class Exchange(ABC):
         exchanged: Whether the last step ended with an exchange.
         averages_optimizer: Whether `sync` gives all replicas the same optimizer state,
             so that a checkpoint stores it once.
-        chooses: Whether `choose` is called, for which batches are kept.
     """
 
     kind: ClassVar[str] = MODEL  # kind of its checkpointed states
@@ -343,7 +333,6 @@ class Exchange(ABC):
     momentum: float = 0.0
     exchanged: bool = True
     averages_optimizer: bool = False
-    chooses: bool = False
 
     def __init__(self, context: ReplicaContext) -> None:
         self.context = context
@@ -378,24 +367,8 @@ class Exchange(ABC):
                 `agreed`; their own parameters may still differ.
         """
 
-    def choose(
-        self, interval: int, score: Callable[[], Score], *, last: bool
-    ) -> Choice:
-        """Choose the model with which all replicas continue after an epoch.
-
-        Called after the `sync` at the end of an epoch, if `chooses` is set. No replica
-        can join meanwhile. The default keeps the agreed model.
-
-        Args:
-            interval: See `before_step`.
-            score: Scores the module as it is on a few training batches of this replica.
-            last: Whether this is the last epoch. To save time, an exchange may keep the
-                agreed model after other epochs.
-        """
-        return Choice()
-
     def agreed(self) -> Parameters:
-        """Copy the agreed state; called at the start and after `sync` and `choose`.
+        """Copy the agreed state; called at the start and after `sync`.
 
         The default copies the module and computes a checksum of its trainable
         parameters. Replicas compare checksums.

@@ -5,7 +5,7 @@ makes replicas agree at sync points.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -41,10 +41,8 @@ from daskdl.compression.thresholds import (
 )
 from daskdl.config import check_choice, check_type, check_whole, is_number
 from daskdl.errors import DivergedError, OptionError
-from daskdl.evaluation.evaluate import Score
 from daskdl.observe.tables import StepStats
 from daskdl.training.base import (
-    Choice,
     Exchange,
     ExchangeStats,
     Parameters,
@@ -53,7 +51,6 @@ from daskdl.training.base import (
     check_places,
     share_of,
 )
-from daskdl.training.comparison import ModelComparison
 from daskdl.training.optimizer_step import has_sparse_gradients, is_adaptive
 from daskdl.training.pace import (
     ADAPTIVE,
@@ -74,6 +71,11 @@ from daskdl.training.state import (
     decoded,
 )
 from daskdl.training.telemetry import SAMPLE, mean, norm_of, spread_of
+
+# After fewer exchanges in a sync interval, of about 5 % of the parameters each, much of
+# its progress has not been sent: the whole residual follows, in as many bytes. After
+# more exchanges, the residual is mostly noise of the last steps.
+FEW_EXCHANGES = 20
 
 
 class GradientSharingExchange(Exchange):
@@ -105,11 +107,6 @@ class GradientSharingExchange(Exchange):
         names = {name: name for name in parameters.slices}
         self._places = ranges_by_pattern(parameters, self._vector, names)  # by name
         self._in_step = options.max_staleness == 0
-        self.chooses = options.compare_models and options.apply == "eager"
-        self._comparison = ModelComparison(
-            self._vector, context.channel, context.replica, lockstep=self._in_step
-        )
-        self._all_compare = True  # comparing has become cheap enough on all replicas
         adaptive = context.optimizer is not None and is_adaptive(context.optimizer)
         self._adaptive = adaptive
         self._exchange_interval = MeasuredInterval(options.pace(adaptive=adaptive))
@@ -124,6 +121,7 @@ class GradientSharingExchange(Exchange):
         self._step = 0  # steps of this fit, aligned on all replicas at each sync
         self._unshared = 0  # steps since the last accepted exchange
         self._due = False  # steps were made since the last attempted exchange
+        self._exchanges = 0  # in this sync interval; a dense one counts as many
         self._sole = False  # no other replica uses shared
         self._served = False  # a snapshot was served since the last barrier began
         # Seconds since the last accepted exchange.
@@ -185,7 +183,6 @@ class GradientSharingExchange(Exchange):
         # Before the first step of an epoch, `on_epoch_begin` may change parameters.
         if not self._stats.steps:
             self._vector.sync_from_parameters_()
-            self._comparison.begin()
         replicas = 1 + len(self._channel.peers())
         if replicas != self._replicas:
             self._scale_for(replicas)
@@ -251,7 +248,8 @@ class GradientSharingExchange(Exchange):
         started = self._now()
         # Progress made in the warm-up is sent densely, even if it is sent later.
         begin = self._steps_before + self._step - self._unshared
-        updates = self._compressor.propose(dense=begin < self._options.warmup_steps)
+        dense = begin < self._options.warmup_steps
+        updates = self._compressor.propose(dense=dense)
         waiting = [update for update in updates if update.entries]
         self._encode_s += self._now() - started
         frames = self._publish(waiting)
@@ -265,10 +263,20 @@ class GradientSharingExchange(Exchange):
         self._density, self._frames = density, frames
         self._stats.density_sum += density
         self._stats.exchanges += 1
+        self._exchanges += FEW_EXCHANGES if dense else 1
         self._exchange_interval.note(
             self._spent_s + self._encode_s, self._computed_s / max(self._unshared, 1)
         )
         self._unshared, self._computed_s, self._spent_s = 0, 0.0, 0.0
+
+    def _send_residual(self) -> None:
+        """Publish the whole residual, once there is room."""
+        self._due = False
+        self._unshared, self._computed_s, self._spent_s = 0, 0.0, 0.0
+        update = self._compressor.whole_residual()
+        if update.entries:
+            self._channel.has_room(wait=True)
+            self._publish([update])
 
     def _has_room(self) -> bool:
         started = self._now()
@@ -301,11 +309,16 @@ class GradientSharingExchange(Exchange):
     def sync(self, interval: int, examples: int, *, ended: bool) -> None:
         if ended:
             self._check_reach(self._vector.farthest())
-        if self._due:
+        few = self._exchanges < FEW_EXCHANGES
+        # In strict mode, all steps start from shared, and their sum goes too far.
+        if ended and few and not (self._sole or self._vector.strict):
+            self._send_residual()
+        elif self._due:
             self._exchange()
         self._channel.progress(self._step, interval)
         if not ended:
             return
+        self._exchanges = 0
         self._untrained.find_changed()
         untrained = self._untrained.take()
         frozen = [array for n, array in untrained.items() if n.startswith(FROZEN)]
@@ -318,7 +331,6 @@ class GradientSharingExchange(Exchange):
                 "sequence": self._channel.published,
                 "step": self._step,
                 "examples": examples,
-                "compares": self._comparison.is_affordable,
                 **untrained,
             },
             BarrierKind.AGREE,
@@ -334,20 +346,11 @@ class GradientSharingExchange(Exchange):
             self._vector.flush_residual_()
         payloads = [gathered.payloads[replica] for replica in sorted(gathered.payloads)]
         self._step = max(payload["step"] for payload in payloads)
-        self._all_compare = all(payload["compares"] for payload in payloads)
         if present == len(gathered.payloads.keys() - gathered.gone.keys()):
             self._vector.regrid_()  # else somebody joins, with a snapshot of this grid
         self._channel.sync(self._step, self._vector.grid)
         parts = [(payload, payload["examples"]) for payload in payloads]
         self._untrained.load_(average_untrained(parts))
-
-    @override
-    def choose(
-        self, interval: int, score: Callable[[], Score], *, last: bool
-    ) -> Choice:
-        if self._sole or not (self._all_compare or last):
-            return Choice()
-        return self._comparison.choose(interval, self._step, score)
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
         """Replace shared by that of another replica; the residual stays."""
@@ -496,7 +499,9 @@ class GradientSharing(TrainingMaster):
             1/32 of the steps made so far is used only if exchanges would otherwise take
             more than 10 %, and is at most 16. In lockstep, the interval depends only on
             the steps made so far: at most 16, or 2 with an adaptive optimizer. With
-            ``apply="strict"``, the interval is 1.
+            ``apply="strict"``, the interval is 1. At the end of an epoch with fewer
+            than 20 exchanges, a replica sends all progress that is left, in eight bits
+            per parameter; with ``apply="strict"``, it is sent later.
         warmup_steps: Number of first steps whose progress is sent in dense updates, in
             eight bits per parameter and without a threshold. Steps are counted over all
             fits of a trainer; later fits and joining replicas do not restart at 0.
@@ -506,10 +511,6 @@ class GradientSharing(TrainingMaster):
             ``sparse=True``, the learning rate stays, and the updates of replicas are
             summed instead, since replicas rarely change the same rows. Only with
             ``update_scale="mean"``.
-        compare_models: At an epoch's end, compare shared with shared plus all
-            residuals, on a few training batches of each replica, and continue from the
-            better one; as often as 1 % of the time allows, and after the first epoch
-            and the last one of `epochs`. Only with ``apply="eager"``.
         routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
             worker to worker; ``"auto"`` is mesh from 9 workers on, counted when the
             run starts.
@@ -547,7 +548,6 @@ class GradientSharing(TrainingMaster):
     exchange_every: int | Literal["auto"] = "auto"
     warmup_steps: int = 0
     adapt_rate: bool = True
-    compare_models: bool = True
     routing: Literal["auto", "plain", "mesh"] = "auto"
     replicas_per_worker: int | Literal["auto"] = 1
     min_replicas: int = 1
@@ -576,7 +576,6 @@ class GradientSharing(TrainingMaster):
         check_whole("exchange_every", self.exchange_every, 1, "auto")
         check_whole("warmup_steps", self.warmup_steps, 0)
         check_type("adapt_rate", self.adapt_rate, bool)
-        check_type("compare_models", self.compare_models, bool)
         check_choice("routing", self.routing, ("auto", *ROUTINGS))
         check_places(self)
 
@@ -610,10 +609,7 @@ class GradientSharing(TrainingMaster):
         with torch.no_grad():
             small.weight.add_(1.0)
         compressor.vector.sync_from_parameters_()
-        updates = compressor.propose()
-        if self.warmup_steps or self.compare_models:
-            updates += compressor.propose(dense=True)
-        for update in updates:
+        for update in (*compressor.propose(), *compressor.propose(dense=True)):
             frame = update.encode(codec.Stamp(0, 0, 1, 1))
             compressor.commit_(update)
             compressor.vector.apply_(codec.decode(frame.tobytes()))

@@ -37,8 +37,8 @@ from daskdl.data.checks import (
 )
 from daskdl.errors import ChannelError, DivergedError, hide_internal_frames_, shown
 from daskdl.evaluation.evaluate import Score, add_sums, score_batches
-from daskdl.objective import Batch, OwnStep
-from daskdl.observe.tables import StepRow, Thinned
+from daskdl.objective import OwnStep
+from daskdl.observe.tables import StepRow
 from daskdl.observe.timeline import SpanLog
 from daskdl.process_settings import (
     generators,
@@ -47,7 +47,6 @@ from daskdl.process_settings import (
 )
 from daskdl.serialization import copied
 from daskdl.training.base import (
-    Choice,
     Exchange,
     Parameters,
     ReplicaContext,
@@ -147,9 +146,6 @@ class FitResult:
 
 
 MAX_REASON = 500  # characters of `Step.stop`, sent with every later lease request
-# Most batches that a replica keeps to score models at the end of an epoch, and the
-# initial number of steps between two of them. Four scores take as long as 1.4 steps.
-MAX_SCORED, SCORED_EVERY = 4, 64
 LIVE_S = 1.0  # least time between two reports for the dashboard, in an epoch
 
 
@@ -212,8 +208,6 @@ class Replica:
             ChannelStats(),
         )  # of ended epochs
         self._live_at = -math.inf if channel.has_dashboard else math.inf
-        self._choice = Choice()
-        self._kept: Thinned[Batch] = Thinned(MAX_SCORED)  # of this sync interval
         self.first_epoch = spec.first_epoch
         self.has_agreed = spec.resumes_lost_run
 
@@ -472,12 +466,8 @@ class Replica:
 
         while True:
             started = self._spans.enter("data")
-            # Not of the epoch, so that a fit resumed at a sync point has the same.
-            self._kept = Thinned(MAX_SCORED)
             groups = feed.groups(wait, self._spec.stepping.accumulate)
-            for number, group in enumerate(groups):
-                if number % SCORED_EVERY == 0 and self._chooses:
-                    self._keep(number // SCORED_EVERY, group[0])
+            for group in groups:
                 self._step(epoch, group, feed.rows)
             totals.seconds += self._spans.enter("other") - started
             if feed.sync_point is None:
@@ -577,22 +567,6 @@ class Replica:
         )
         self._channel.report_live(live)
 
-    @property
-    def _chooses(self) -> bool:
-        """Whether to compare models; a user's own step may have side effects."""
-        return self.exchange.chooses and type(self._spec.objective) is not OwnStep
-
-    def _keep(self, number: int, batch: Batch) -> None:
-        if self._kept.wants(number):
-            self._kept.add(number, cloned(batch))
-
-    def _score(self) -> Score:
-        """Score the module as it is on the kept batches."""
-        batches = (cloned(batch) for _, batch in self._kept.numbered)
-        objective = self._spec.objective
-        with preserved_random_state(self._device):
-            return score_batches(self.module, objective, batches, self._device)
-
     def _feed(self, phase: str, epoch: int, totals: EpochTotals) -> Feed:
         own_step = isinstance(self._spec.objective, OwnStep)
         check = self._shapes.check
@@ -604,8 +578,8 @@ class Replica:
 
     # ---- sync points
 
-    def _sync(self, epoch: int, *, over: bool) -> None:
-        """Agree with all replicas; choose the model if the epoch is over."""
+    def _sync(self, epoch: int) -> None:
+        """Agree with all replicas."""
         started = self._spans.enter("exchange")
         self.totals.logs = add_sums(self.totals.logs, self.stepper.logs.take())
         loss = math.nan if self.loss_watch.last is None else self.loss_watch.last
@@ -616,16 +590,6 @@ class Replica:
             self.exchange.sync(self.interval, self.totals.examples, ended=True)
         except DivergedError as error:
             raise self._diverged(epoch, loss, str(error)) from None
-        self._choice = Choice()
-        if over and self._chooses:
-            # A joining replica gets the model that was chosen.
-            self._channel.serve_snapshot(None)
-            self._spans.enter("comparison")
-            last = epoch + 1 == self._spec.epochs
-            choose = self.exchange.choose
-            self._choice = choose(self.interval, self._score, last=last)
-            self._channel.serve_snapshot(self.snapshot)
-            self._spans.enter("exchange")
         self.agreed = self.exchange.agreed()
         self.has_agreed = True
         self.totals.seconds += self._spans.enter("other") - started
@@ -633,7 +597,7 @@ class Replica:
     def _take_checkpoint(self, epoch: int, sync_point: SyncPoint) -> None:
         """Take a checkpoint at a sync point in the middle of an epoch."""
         assert self.checkpoints is not None, "else there are no such sync points"
-        self._sync(epoch, over=False)
+        self._sync(epoch)
         note = {
             "digest": self.agreed.digest,
             "checkpoint": self.checkpoints.counters(),
@@ -647,7 +611,7 @@ class Replica:
         self.checkpoints.take(gathered, lambda: self._checkpoint(epoch, sync_point))
 
     def _end_epoch(self, epoch: int) -> None:
-        self._sync(epoch, over=True)
+        self._sync(epoch)
         # Drops the state of the epoch before while the new one is validated.
         self._channel.keep_state(epoch, None)
         self.seen += self.totals.examples
@@ -728,7 +692,6 @@ class Replica:
             seen=self.seen,
             totals=self.totals,
             exchange=self.exchange.stats(),
-            choice=self._choice,
             traffic=self._channel.stats(),
             score=validated and Score(*validated["score"]),
             unscored=validated["unscored"] if validated else "",
@@ -876,11 +839,6 @@ class Replica:
             only_loss_is_nan=only_loss_is_nan,
         )
         return DivergedError(diagnosis(symptoms))
-
-
-def cloned(batch: Batch) -> Batch:
-    """Return a copy of a batch, since models may change their input in place."""
-    return batching.tree_map(torch.clone, batch)
 
 
 def check_alike(gathered: BarrierResult, when: str) -> None:

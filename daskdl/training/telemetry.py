@@ -32,7 +32,7 @@ from daskdl.observe.tables import (
     unpack_rows,
 )
 from daskdl.observe.timeline import SpanLog
-from daskdl.training.base import Choice, ExchangeStats
+from daskdl.training.base import ExchangeStats
 
 # Residuals sampled for one row. Ten of them are above the highest percentile.
 SAMPLE = 1024
@@ -331,7 +331,6 @@ class EpochReport:
         seen: Examples this replica has trained on, over all epochs.
         totals: Sums over the steps of the epoch.
         exchange: Counters of the exchange.
-        choice: Outcome of `Exchange.choose`.
         traffic: Counters of the channel.
         score: Score on this replica's share of the validation data; None: not scored.
         unscored: Why examples of this share were left out.
@@ -351,7 +350,6 @@ class EpochReport:
     seen: int = 0
     totals: EpochTotals = field(default_factory=EpochTotals)
     exchange: ExchangeStats = field(default_factory=ExchangeStats)
-    choice: Choice = field(default_factory=Choice)
     traffic: ChannelStats = field(default_factory=ChannelStats)
     score: Score | None = None
     unscored: str = ""
@@ -370,7 +368,6 @@ class EpochReport:
             **vars(self),
             "totals": vars(self.totals),
             "exchange": vars(self.exchange),
-            "choice": list(self.choice),
             "traffic": vars(self.traffic),
             "score": None if self.score is None else list(self.score),
             "best": list(self.best),
@@ -385,7 +382,6 @@ class EpochReport:
                 **fields,
                 "totals": EpochTotals(**fields["totals"]),
                 "exchange": ExchangeStats(**fields["exchange"]),
-                "choice": Choice(*fields["choice"]),
                 "traffic": ChannelStats(**fields["traffic"]),
                 "score": None if score is None else Score(*score),
                 "best": BestScore(*fields["best"]),
@@ -477,7 +473,6 @@ def columns_of(reports: Reports) -> dict[str, Any]:
     exchanges = sum(s.exchanges for s in stats)
     # The replica with the most scheduler steps: the others continue from its state.
     farthest = max(reports, key=lambda r: r.scheduled, default=EpochReport())
-    choice = reports[0].choice if reports else Choice()  # equal on all replicas
     logs: Sums = {}
     for report in reports:
         logs = add_sums(logs, report.totals.logs)
@@ -490,7 +485,6 @@ def columns_of(reports: Reports) -> dict[str, Any]:
         "rate_factor": 1 + sum(s.rate_rise_sum for s in stats) / max(steps, 1),
         "sent_bytes": traffic.sent_bytes,
         "received_bytes": traffic.received_bytes,
-        **choice._asdict(),
         "staleness": sum(s.lead_sum for s in stats) / max(steps, 1),
         "clipped": sum(s.clipped for s in stats),
         "replicas": sum(report.present for report in reports),

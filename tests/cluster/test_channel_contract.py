@@ -1,14 +1,13 @@
 """What every channel promises, over Dask and among threads."""
 
 import asyncio
-import math
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from daskdl import codec
-from daskdl.channel import protocol, routing
+from daskdl.channel import protocol
 from daskdl.channel.base import Stopped
 from daskdl.channel.inbox import UPDATE_BYTES
 from daskdl.channel.leasing import SyncIntervals, SyncPoint
@@ -136,23 +135,6 @@ class TestUpdates:
             nothing = run.channels[1].stats()
             assert (nothing.received_bytes, nothing.waits_s) == (0, {})
             assert run.channels[0].published == 1
-
-    @every_channel(replicas=3)
-    async def test_the_link_is_measured_since_the_last_call(self, a_run, monkeypatch):
-        monkeypatch.setattr(routing, "QUICK_S", 0)
-        async with a_run() as run:
-            channel = run.channels[0]
-            for step in range(3):
-                assert publish(channel, 1, -5, 7, step=step)
-            await run.has_left(0)
-
-            s_per_byte = channel.link_s_per_byte()
-
-            if hasattr(run, "run"):  # threads
-                assert math.isnan(s_per_byte)
-            else:
-                assert 0 < s_per_byte < math.inf
-            assert math.isnan(channel.link_s_per_byte())
 
     @every_channel()
     async def test_an_unreadable_frame_is_refused_by_its_receivers(self, a_run, caplog):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from daskdl import GradientSharing, data, predict
+from daskdl import data, predict
 from daskdl.data.storage import Store
 from tests.support.kinds import KINDS, ROWS, Given, Joining, Where, X, Y, save_npz
 from tests.support.problems import kept, plain, trainer
@@ -178,9 +178,7 @@ def test_of_streams_each_row_is_used_once_and_outputs_have_its_order(
     client, tmp_path, kind
 ):
     noting = Noting(tmp_path)
-    # Comparing models would score some rows once more.
-    master = GradientSharing(compare_models=False)
-    fitted = trainer(client, model=Joining, loss=noting, optimizer=plain, master=master)
+    fitted = trainer(client, model=Joining, loss=noting, optimizer=plain)
 
     history = fitted.fit(STREAMS[kind](), epochs=2, batch_size=8)
     trained = noting.rows()

@@ -46,7 +46,6 @@ NAN = float("nan")
         ({"monitor": "val_accuracy"}, True),
         ({"monitor": "val_accuracy", "mode": "min"}, False),
         ({"monitor": "loss", "mode": "max"}, True),
-        ({"monitor": "shared_loss"}, False),
         ({"monitor": "kl", "mode": "max"}, True),
     ],
     ids=str,

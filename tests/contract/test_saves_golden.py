@@ -15,7 +15,7 @@ from tests.golden import make_trainer_v1 as saves
 
 # Of the manifests, which have those of the other files.
 SHA256 = {
-    saves: "9290bcdf29354a13d861ee170b49b794f9adac4293a12fad7d9029529959a5d8",
+    saves: "38de7850d3c378b086108362c631906a94646d0c49956e272aad44ca2e16edfa",
     checkpoints: "083cab1e231a8d6ce94497ff30eb43c8241c5c1256ed06f073f56e3e33fefbfc",
 }
 

@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 from daskdl import codec
-from daskdl.channel.base import BarrierResult, Channel, Stopped
+from daskdl.channel.base import BarrierResult, Channel
 from daskdl.channel.inbox import DrainResult
 from daskdl.channel.transport import Clock
 from daskdl.compression.residuals import KeepResidual, ResidualClipping
 from daskdl.compression.thresholds import FixedThreshold
-from daskdl.evaluation.evaluate import Score
 from daskdl.training.base import ReplicaContext
-from daskdl.training.comparison import loss_of
 from daskdl.training.gradient_sharing import GradientSharing
 
 DENSE, SPARSE = codec.DenseUpdate, codec.SparseUpdate
@@ -54,7 +52,6 @@ class Room(Channel):
         self.announces_room = False  # though there may be none
         self.others = [1]
         self.waited = []  # updates published whenever room was waited for
-        self.s_per_byte = math.nan  # of the link
         self.progressed = []  # steps that the others were told of
         self.bounds = []  # on the lead, at the start of each interval
         self.slowest = 10**9  # step that the slowest other replica announced
@@ -93,9 +90,6 @@ class Room(Channel):
 
     def drain_for_snapshot(self):
         return self.drain(), {}
-
-    def link_s_per_byte(self):
-        return self.s_per_byte
 
     def wait_for_peers(self, step, interval, max_staleness):
         self.clock.seconds += 1
@@ -241,7 +235,7 @@ def test_only_the_last_update_of_a_step_completes_it():
 def test_a_kept_residual_is_delivered_in_steps_of_its_grid():
     module = Three()
     context = ReplicaContext(module, Room(), 1, [0, 1])
-    exchange = GradientSharing(QUANTUM, compare_models=False).attach(context)
+    exchange = GradientSharing(QUANTUM).attach(context)
     residual = {"residual": torch.full((12,), 3).int(), "grid": 2.0**-4}
 
     exchange.load_({"steps_made": 0, "sent": {}, **residual}, [])
@@ -485,26 +479,13 @@ def test_the_bound_of_staleness_follows_the_interval():
     assert GradientSharing(max_staleness=None).staleness_bound(10**6) is None
 
 
-def test_the_mean_loss_of_scores_is_weighted_by_counted_labels():
-    scores = [Score(loss_sum=6.0, examples=4, surplus=-2), Score(6.0, examples=4)]
-    met = BarrierResult({r: {"own": s} for r, s in enumerate(scores)}, {})
-
-    assert loss_of(met, [0, 1], "own") == 12.0 / (2 + 4)
-
-
 class Meeting(Room):
-    """A fake channel between replica 0 and replica 1, which scores as replica 0 does.
+    """A fake channel between replica 0 and replica 1, who reports what replica 0 does.
 
     Attributes:
         present: Replicas, joining ones included.
-        blob: What replica 1 publishes.
-        its: Values of replica 1 in a barrier, by the end of the barrier's key.
-        absent: Ends of keys of barriers that replica 1 does not reach.
-        stops: End of the key of the barrier at which this replica has to leave, after
-            it has arrived.
-        told: The same, of one after which it has to leave, before the next one.
-        met: Keys of all barriers.
-        blobs: Names of all own blobs.
+        its: Values of replica 1 in a barrier, by key of the barrier.
+        absent: Keys of barriers that replica 1 does not reach.
     """
 
     run = 1
@@ -512,47 +493,22 @@ class Meeting(Room):
     def __init__(self):
         super().__init__()
         self.present, self.its, self.absent = 2, {}, ()
-        self.stops = self.told = "never"
-        self.blob = {"residual": residual_of(EIGHTH)}
-        self.met, self.blobs = [], []
 
     def check(self):
-        if any(key.endswith(self.told) for key in self.met):
-            raise Stopped
+        pass
 
     def barrier(self, key, payload, kind=None, client_payload=b""):
-        self.check()
-        self.met.append(key)
-        if key.endswith(self.stops):
-            raise Stopped
         payloads = {0: payload}
-        if not key.endswith(self.absent):
-            its = [more for end, more in self.its.items() if key.endswith(end)]
-            payloads[1] = payload | dict(*its)
+        if key not in self.absent:
+            payloads[1] = payload | self.its.get(key, {})
         gone = {} if 1 in payloads else {1: 0}
         return BarrierResult(payloads, gone, {"present": self.present})
-
-    def publish_blob(self, name, arrays):
-        self.blobs.append(name)
-
-    def fetch_blob(self, replica, name):
-        assert replica == 1
-        return self.blob
-
-    def drop_blobs(self, keep=""):
-        pass
 
     def agree(self, key, published, gone, load):
         pass
 
 
-EIGHTH, GRID = 127 * 2.0**-10, 2.0**-24  # 127: exact in eight bits
-FIRST, SENT, KNOWN = "choose 0", ", sent", ", known"  # ends of keys
-
-
-def residual_of(value, run=1, grid=GRID, size=12):
-    counts_N = np.full(size, round(value / grid), np.int32)
-    return codec.encode_dense(codec.Stamp(run, 1, 1, 1), grid, codec.quantize(counts_N))
+GRID = 2.0**-24
 
 
 @pytest.mark.parametrize(
@@ -561,7 +517,7 @@ def residual_of(value, run=1, grid=GRID, size=12):
 def test_the_grid_changes_unless_a_replica_joins(present, factor):
     """One that joins has a snapshot in the former grid."""
     grown = Case().exchange.state().common
-    grown["compressor"]["shared"][0].fill_(2**28 + 1)
+    grown["compressor"]["shared"][0].fill_(2**28 + 2**5)  # exact in float32
     case = Case(shared=grown, channel=Meeting())
     case.channel.sync(0, GRID)  # as its snapshot says
     case.channel.present = present
@@ -634,162 +590,84 @@ def test_a_snapshot_of_the_only_replica_has_all_of_its_progress():
     assert set(shared_in(case).tolist()) == {0.25}
 
 
-class TestChoice:
-    """Two replicas have moved all parameters by an eighth, and sent nothing yet."""
+class TestWholeResidual:
+    """Each step moves parameters by a sixteenth, in what replicas share."""
 
     @pytest.fixture
     def case(self):
-        case = Case(FixedThreshold(0.25), channel=Meeting())
-        with torch.no_grad():
-            for name in LAYERS:
-                getattr(case.module, name).add_(EIGHTH)
-        return case
-
-    def choose(self, case, best=2 * EIGHTH, last=False, seconds=0):
-        """Choose, where the loss of parameters is their distance to the best."""
-        values = [getattr(case.module, name).data for name in LAYERS]
-
-        def score():
-            case.channel.clock.seconds += seconds
-            return Score(float((torch.cat(values) - best).abs().sum()), examples=12)
-
-        return case.exchange.choose(0, score, last=last)
+        threshold = FixedThreshold(2.0**-3)
+        return Case(threshold, channel=Meeting(), update_scale=2.0**-2)
 
     def shared(self, case):
-        values = set(case.exchange.agreed().shared_N * GRID)
-        assert len(values) == 1
-        return values.pop()
+        return set((case.exchange.agreed().shared_N * GRID).tolist())
 
-    def test_residuals_that_help_are_delivered(self, case):
-        choice = self.choose(case)
-
-        assert choice == (2 * EIGHTH, 0, True)
-        assert self.shared(case) == 2 * EIGHTH
-        assert not residual_in(case.exchange).any()
-
-    @pytest.mark.parametrize(
-        ("best", "losses", "sent"),
-        [(-EIGHTH, (EIGHTH, 2 * EIGHTH), False), (EIGHTH, (EIGHTH, EIGHTH), True)],
-        ids=["no gain is expected", "there is none"],
-    )
-    def test_residuals_that_do_not_help_stay(self, case, best, losses, sent):
-        choice = self.choose(case, best)
-
-        assert choice == (*losses, False)
-        assert self.shared(case) == 0
-        assert set(residual_in(case.exchange).tolist()) == {EIGHTH}
-        assert bool(case.channel.blobs) == sent
-
-    def test_none_are_sent_while_a_replica_joins(self, case):
-        case.channel.present = 3
-
-        assert self.choose(case) == (2 * EIGHTH, 0, False)
-        assert case.channel.met == [FIRST]
-        assert self.shared(case) == 0
-
-    @pytest.mark.parametrize(("share", "delivered"), [(0.9, True), (1.1, False)])
-    def test_sending_may_take_as_much_of_an_epoch_as_the_loss_may_gain(
-        self, case, share, delivered
-    ):
-        case.channel.its[FIRST] = {"sending_fraction": share}  # the loss may become 0
-
-        assert self.choose(case).delivered == delivered
-        assert case.channel.blobs == [FIRST] * delivered
-
-    @pytest.mark.parametrize(
-        ("s_per_byte", "delivered"),
-        [(0.9 / 12, True), (1.1 / 12, False), (math.inf, False), (math.nan, True)],
-        ids=["quick enough", "too slow", "nothing has arrived yet", "unknown"],
-    )
-    def test_before_the_first_time_the_link_tells_how_long_sending_takes(
-        self, case, s_per_byte, delivered
-    ):
-        case.step(names=())
-        case.channel.clock.seconds = 1.0  # since the first step began
-        case.channel.s_per_byte = s_per_byte  # of 12 bytes
-
-        assert self.choose(case).delivered == delivered
-
-    def test_a_replica_without_a_step_does_not_keep_others_from_comparing(self, case):
+    def dense(self, case, steps):
+        """Whether the last update of a sync interval of some steps is dense."""
+        for _ in range(steps):
+            case.step()
         case.exchange.sync(0, 1, ended=True)
+        return type(case.channel.frames[-1].update) is DENSE
 
-        assert not math.isnan(self.choose(case).shared_loss)
-
-    @pytest.mark.parametrize(
-        ("options", "its", "since_s", "last", "compares"),
-        [
-            ({}, {}, 999, False, False),
-            ({}, {}, 1001, False, True),
-            ({}, {}, 999, True, True),
-            ({}, {"compares": False}, 1001, False, False),
-            ({"max_staleness": 0}, {}, 999, False, True),
-        ],
-        ids=["too soon", "soon enough", "last", "another: too soon", "lockstep"],
-    )
-    def test_comparing_takes_1_percent_of_the_time(
-        self, options, its, since_s, last, compares
+    @pytest.mark.parametrize(("steps", "dense"), [(1, True), (19, True), (20, False)])
+    def test_it_is_sent_at_the_end_of_an_interval_of_few_exchanges(
+        self, case, steps, dense
     ):
-        case = Case(FixedThreshold(1.0), channel=Meeting(), **options)
-        case.channel.its["sync 0"] = its
+        for _ in range(2):  # exchanges of earlier intervals do not count
+            assert self.dense(case, steps) == dense
+
+    def test_all_progress_is_then_in_shared(self, case):
         case.step()
-        self.choose(case, best=-1, seconds=10 / 3)  # three models are scored
+        assert self.shared(case) == {0.0}  # a sixteenth: less than the threshold
 
-        case.channel.clock.seconds += since_s
         case.exchange.sync(0, 1, ended=True)
-        choice = self.choose(case, best=-1, last=last)
 
-        assert math.isnan(choice.shared_loss) == (not compares)
+        (moved,) = self.shared(case)
+        assert moved == pytest.approx(2.0**-4, rel=1 / 254)  # in eight bits
+        assert residual_in(case.exchange).abs().max() < 2.0**-4 / 254
+        assert case.channel.waited == [0]
 
-    @pytest.mark.parametrize(
-        "changed",
-        [
-            {"absent": FIRST},
-            {"absent": SENT},
-            {"absent": KNOWN},
-            {"its": {SENT: {"complete": False}}},
-            {"blob": None},
-            {"blob": {"residual": residual_of(EIGHTH)[:-1]}},
-            {"blob": {"residual": residual_of(EIGHTH, run=2)}},
-            {"blob": {"residual": residual_of(EIGHTH, size=13)}},
-            {"blob": {"residual": residual_of(EIGHTH, grid=2 * GRID)}},
-            {"blob": {}},
-        ],
-        ids=str,
-    )
-    def test_all_stay_if_one_of_them_is_missing(self, case, changed):
-        vars(case.channel).update(changed)
+    def test_thresholds_and_densities_are_those_of_exchanges(self, case):
+        for _ in range(3):
+            case.step()
+        before = case.exchange.carried(ended=False)["sent"]
 
-        assert not self.choose(case).delivered
-        assert self.shared(case) == 0
-        assert set(residual_in(case.exchange).tolist()) == {EIGHTH}
+        case.exchange.sync(0, 1, ended=True)
 
-    @pytest.mark.parametrize(("value", "delivered"), [(63.0, True), (65.0, False)])
-    def test_residuals_beyond_the_range_of_shared_stay(self, case, value, delivered):
-        case.channel.blob = {"residual": residual_of(value)}  # 2**30 steps are 64
+        assert type(case.channel.frames[-1].update) is DENSE
+        assert case.exchange.carried(ended=False)["sent"] == before
+        assert case.exchange.stats().density_sum == 1
+
+    def test_it_is_not_sent_after_a_dense_update(self):
+        case = Case(channel=Meeting(), warmup_steps=1)
+        for _ in range(2):
+            case.step()
+
+        case.exchange.sync(0, 1, ended=True)
+
+        assert [type(sent.update) for sent in case.channel.frames] == [DENSE, SPARSE]
+
+    def test_nothing_is_sent_before_the_interval_has_ended(self, case):
+        case.step()
+
+        case.exchange.sync(0, 1, ended=False)
+
+        assert case.channel.frames == []
+
+    def test_it_stays_in_strict_mode(self):
+        case = Case(FixedThreshold(2.0**-3), channel=Meeting(), apply="strict")
         with torch.no_grad():
-            for name in LAYERS:
-                getattr(case.module, name).add_(40.0)
+            case.module.a.add_(2.0**-4)
+        case.step(names=())
 
-        assert self.choose(case, best=100.0).delivered == delivered
+        case.exchange.sync(0, 1, ended=True)
 
-    @pytest.mark.parametrize(
-        ("stops", "left"),
-        [
-            ({"stops": FIRST}, EIGHTH),
-            ({"stops": SENT}, EIGHTH),
-            ({"told": SENT}, EIGHTH),
-            ({"stops": KNOWN}, 0),
-        ],
-        ids=str,
-    )
-    def test_who_leaves_sends_its_residual_unless_the_others_deliver_it(
-        self, case, stops, left
-    ):
-        vars(case.channel).update(stops)
-        with pytest.raises(Stopped):
-            self.choose(case)
+        assert case.channel.frames == []
 
-        case.exchange.leave()
+    def test_a_sole_replica_sends_nothing(self, case):
+        case.channel.present, case.channel.absent = 1, ("sync 0",)
+        case.exchange.sync(0, 1, ended=True)
 
-        (last,) = case.channel.frames
-        assert set(last.update.counts_N * GRID) == {left}
+        case.step()
+        case.exchange.sync(1, 1, ended=True)
+
+        assert case.channel.frames == []

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import math
 import socket
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl.channel.protocol import MESSAGE_BYTES
-from daskdl.channel.routing import LinkMeter
 from daskdl.channel.transport import (
     CLOCK,
     Connection,
@@ -210,52 +208,6 @@ def test_the_send_loop_backs_off_while_the_destination_is_full(monkeypatch):
 
     asyncio.run(body())
     assert pauses[:7] == [2, 4, 8, 16, 16, 16, 1]
-
-
-# ---- the meter
-
-
-def test_the_meter_counts_parallel_requests_once_and_no_pauses():
-    now = 50.0
-    meter = LinkMeter(SimpleNamespace(now=lambda: now))
-    early, late = [update(3, 1)], [update(3, 2)]
-    overlapping = meter.request(late)
-
-    with meter.request(early):
-        now += 1.0
-        overlapping.__enter__()
-        now += 2.0
-    meter.arrived(early)
-    first_s = meter.take() * early[0].nbytes
-    now += 4.0
-    overlapping.__exit__(None, None, None)
-    meter.arrived(late)
-    now += 10.0
-    with meter.request([]):  # a heartbeat
-        now += 10.0
-    meter.arrived([])
-
-    assert (first_s, meter.take() * late[0].nbytes) == pytest.approx((3.0, 4.0))
-
-
-@pytest.mark.parametrize(
-    ("request_s", "arrives", "expected"),
-    [(0.011, True, 0.011), (0.009, True, math.nan), (9, False, math.inf)],
-    ids=["slow", "mostly latency", "nothing arrived"],
-)
-def test_the_meter_knows_the_rate_only_of_slow_requests(request_s, arrives, expected):
-    now = 0.0
-    meter = LinkMeter(SimpleNamespace(now=lambda: now))
-    for sequence in (1, 2):
-        with meter.request([update(3, sequence)]):
-            now += request_s
-        meter.arrived([update(3, sequence)] * arrives)
-
-    s_per_byte = meter.take()
-
-    seconds = s_per_byte * update(3, 1).nbytes
-    assert seconds == pytest.approx(expected, nan_ok=True)
-    assert math.isnan(meter.take())
 
 
 # ---- the event loop and the scheduler

@@ -53,7 +53,7 @@ def fused(parameters):
 
 def sharing(replicas=2, **options):
     """In step, so that a run can be repeated."""
-    options = {"threshold": AdaptiveThreshold(1e-3), "compare_models": False, **options}
+    options = {"threshold": AdaptiveThreshold(1e-3), **options}
     return GradientSharing(max_staleness=0, replicas_per_worker=replicas, **options)
 
 

@@ -42,7 +42,7 @@ def test_all_of_the_time_of_each_replica_is_in_its_timeline(fitted):
         spent = sum(timeline.seconds(replica).values())
         assert spent == pytest.approx(spans[-1]["end"] - spans[0]["start"], rel=1e-3)
         assert 0 <= spans[0]["start"] < spans[-1]["end"] <= fitted.run.seconds
-    expected = {"compute", "exchange", "data", "validation", "comparison", "other"}
+    expected = {"compute", "exchange", "data", "validation", "other"}
     expected |= {"checkpoint", "setup", "wait_join", "wait_gather", "wait_lease"}
     assert expected <= timeline.seconds().keys()
 

@@ -40,7 +40,7 @@ class TestRows:
         assert all(row.keys() == STEP_COLUMNS.keys() for row in history.steps)
 
     def test_rows_have_bytes_sent_and_residuals(self):
-        master = two(compare_models=False, exchange_every=1)
+        master = two(exchange_every=1)
         fitted = trainer(False, master=master, telemetry_every=1)
 
         history = fitted.fit(X, Y, epochs=2, batch_size=8)

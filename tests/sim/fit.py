@@ -137,7 +137,6 @@ class Setup:
         default_factory=lambda: GradientSharing(
             FixedThreshold(2.0**-6),
             KeepResidual(),
-            compare_models=False,
             exchange_every=1,
         )
     )

@@ -542,16 +542,6 @@ class SharingOfOne(GradientSharingExchange):
         oracle.met(key, self.context.replica, known, self._vector.digest())
 
     @override
-    def choose(self, interval, score, *, last):
-        before_N = self._shared()
-        choice = super().choose(interval, score, last=last)
-        self._count(before_N)
-        key, replica = f"choose {interval}", self.context.replica
-        digest = self._vector.digest()
-        self._oracle.met(key, replica, self._channel.known(), digest)
-        return choice
-
-    @override
     def showing_agreed(self):
         return shown(super().showing_agreed(), self.context, self._oracle)
 

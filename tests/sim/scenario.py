@@ -295,7 +295,6 @@ def master_of(chance):
         max_staleness=staleness,
         exchange_every=chance.choice([1, 1, 2, 4]),
         warmup_steps=chance.choice([0, 0, 2]),
-        compare_models=staleness == 0,
         fan_out=fan_out,
         min_replicas=min_replicas,
     )
@@ -323,7 +322,6 @@ def sharing(drawn, staleness, *, workers, each, fan_out=8, **more):
         residual=KeepResidual(),
         max_staleness=staleness,
         exchange_every=1,
-        compare_models=staleness == 0,
         fan_out=fan_out,
     )
     few = {

@@ -82,7 +82,7 @@ class EarlyEnds:
         self, place, tmp_path, value
     ):
         # In step, 15 steps of each replica in each epoch: in the third epoch.
-        sharing = place.sharing(max_staleness=0, compare_models=False)
+        sharing = place.sharing(max_staleness=0)
         fitted = place.trainer(
             loss=Diverging(33, value), master=Recorded(str(tmp_path), sharing)
         )

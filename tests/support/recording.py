@@ -117,7 +117,6 @@ class RecordingChannel:
         self.folds = 0
         self.states = 0
         self.leads = []
-        self._residual_N = self._residuals_N = 0  # own and others', in the last choice
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -166,25 +165,6 @@ class RecordingChannel:
 
         self._inner.agree(key, published, gone, note)
 
-    def publish_blob(self, name, arrays):
-        self._residual_N = self._counts_in(arrays)
-        self._residuals_N = 0
-        self._inner.publish_blob(name, arrays)
-
-    def fetch_blob(self, replica, name):
-        arrays = self._inner.fetch_blob(replica, name)
-        if arrays is not None:
-            self._residuals_N = self._residuals_N + self._counts_in(arrays)
-        return arrays
-
-    def _counts_in(self, arrays):
-        return counts_of(codec.decode(arrays["residual"].tobytes()), GRID)
-
-    def deliver(self):
-        """All replicas have applied the residuals of all."""
-        self.sent_N = self.sent_N + self._residual_N
-        self.received_N = self.received_N + self._residuals_N
-
     def wait_for_peers(self, step, interval, max_staleness):
         lead = self._inner.wait_for_peers(step, interval, max_staleness)
         if max_staleness is not None:
@@ -205,7 +185,7 @@ class Recording(Exchange):
         self._atol = atol
         self._start = vector(seat.module)
         self._progress = torch.zeros_like(self._start)
-        self._ended = None  # the epoch that has ended, until its model is chosen
+        self._ended = None  # the epoch that has ended, until its model is copied
         self._begin()
 
     def _begin(self):
@@ -235,10 +215,6 @@ class Recording(Exchange):
     @property
     def exchanged(self):
         return self._inner.exchanged
-
-    @property
-    def chooses(self):
-        return self._inner.chooses
 
     @property
     def averages_optimizer(self):
@@ -274,12 +250,6 @@ class Recording(Exchange):
     def sync(self, epoch, examples, *, ended):
         self._inner.sync(epoch, examples, ended=ended)
         self._ended = epoch if ended else None
-
-    def choose(self, epoch, score, *, last):
-        choice = self._inner.choose(epoch, score, last=last)
-        if choice.delivered:
-            self._channel.deliver()
-        return choice
 
     def _record(self, epoch):
         self._check()

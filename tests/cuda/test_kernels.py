@@ -24,6 +24,7 @@ from daskdl import (
     codec,
 )
 from daskdl.codec import Stamp
+from daskdl.compression import replica_vector
 from daskdl.compression.compressor import Compressor
 from daskdl.compression.flat import FlatParameters
 from daskdl.compression.kernels import GUARD, VectorGroup
@@ -100,7 +101,10 @@ def both(size, density, dtype, kind):
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
 @pytest.mark.parametrize(
     ("size", "density"),
-    [(0, 0.5), (1, 0.5), (63, 0.5), (4099, 0.0), (4099, 0.5), (2**20 + 3, 0.02)],
+    [
+        *((0, 0.5), (1, 0.5), (63, 0.5), (4099, 0.0), (4099, 0.5)),
+        pytest.param(2**20 + 3, 0.02, marks=pytest.mark.slow),  # a second chunk
+    ],
     ids=str,
 )
 class TestBits:
@@ -197,15 +201,22 @@ THRESHOLDS = {
     "fixed": FixedThreshold(2.0**-10),
     "adaptive": AdaptiveThreshold(initial=1e-3, max_density=0.05),
     "target": TargetSparsityThreshold(initial=1e-3),
-    "sampled": SampledThreshold(),
     "by layer": {"first": FixedThreshold(1e-3), "*": SampledThreshold()},
 }
 
 
-def replica(device, dtype, threshold, **options):
-    module = Layers(dtype).to(device)
-    compressor = Compressor(FlatParameters(module), THRESHOLDS[threshold], **options)
-    return module, compressor
+@pytest.fixture(params=KINDS)
+def replica(request, monkeypatch):
+    """Return a function that makes a replica on the CPU or the device."""
+
+    def make(place, dtype, threshold, **options):
+        kind = NumbaGroup if place == "cpu" else KINDS[request.param]
+        monkeypatch.setattr(replica_vector, "kernels_for", lambda device: kind)
+        module = Layers(dtype).to(place)
+        parameters = FlatParameters(module)
+        return module, Compressor(parameters, THRESHOLDS[threshold], **options)
+
+    return make
 
 
 def exchange(module, compressor, number, *, dense):
@@ -219,12 +230,14 @@ def exchange(module, compressor, number, *, dense):
     return frames
 
 
-@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("threshold", ["adaptive", "target", "by layer"])
 @pytest.mark.parametrize(
     ("apply", "momentum"), [("eager", 0.0), ("eager", 0.5), ("strict", 0.5)], ids=str
 )
 @pytest.mark.parametrize("dtype", NAMES | HALVES, ids=(NAMES | HALVES).get)
-def test_a_replica_sends_the_bytes_of_one_on_the_cpu(threshold, apply, dtype, momentum):
+def test_a_replica_sends_the_bytes_of_one_on_the_cpu(
+    replica, threshold, apply, dtype, momentum
+):
     options = {"apply": apply, "momentum": momentum}
     options["residual"] = ResidualClipping(2.0, 2) if momentum else KeepResidual()
     pairs = [replica(place, dtype, threshold, **options) for place in ("cpu", DEVICE)]
@@ -258,7 +271,7 @@ def assert_same_replicas(expected, compressor):
 
 @pytest.mark.parametrize("apply", ["eager", "strict"])
 @pytest.mark.parametrize("dtype", NAMES | HALVES, ids=(NAMES | HALVES).get)
-def test_whole_vectors_are_those_of_the_cpu(dtype, apply):
+def test_whole_vectors_are_those_of_the_cpu(replica, dtype, apply):
     compressors, shown = [], []
     for place in ("cpu", DEVICE):
         module, compressor = replica(
@@ -285,7 +298,7 @@ def test_whole_vectors_are_those_of_the_cpu(dtype, apply):
 
 @pytest.mark.parametrize("places", [("cpu", DEVICE), (DEVICE, "cpu")], ids=str)
 @pytest.mark.parametrize("apply", ["eager", "strict"])
-def test_a_replica_goes_on_from_the_state_of_another_device(places, apply):
+def test_a_replica_goes_on_from_the_state_of_another_device(replica, places, apply):
     options = {"residual": KeepResidual(), "apply": apply}
     pairs = [replica(place, torch.float32, "adaptive", **options) for place in places]
     for number in range(2):

@@ -487,7 +487,7 @@ async def opened(silence_s):
     """A worker with a replica."""
     state = SimpleNamespace(nthreads=1)
     worker = SimpleNamespace(handlers=Handlers(), extensions={}, state=state)
-    await start_server("replica", 1, None, silence_s, dask_worker=worker)
+    await start_server("replica", 1, None, "cpu", silence_s, dask_worker=worker)
     return worker
 
 

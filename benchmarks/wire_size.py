@@ -56,10 +56,9 @@ def measured(
     count = len(positions)
     signs = np.random.default_rng(1).choice([-1, 1], count)
     entries = ((positions + 1) * signs).astype(np.int32)
-    positions_K = positions.astype(np.int32)
     sizes = payload_sizes(size, entries)
     whole, blocks = (
-        golomb.plan_with(b, size, positions_K).length + (count + 7) // 8
+        golomb.plan_with(b, size, entries).length + (count + 7) // 8
         for b in (golomb.WHOLE, golomb.BLOCK)
     )
     gaps_lz4, bitmap_lz4 = (
@@ -87,7 +86,7 @@ def measured(
     return {
         "bound": bound,
         "raw32": sizes[Kind.RAW32],
-        "varint": varint_bytes(positions_K),
+        "varint": varint_bytes(positions),
         "bitmap": sizes[Kind.BITMAP],
         "bitmap_lz4": bitmap_lz4,
         "one": whole,  # GAPS with one Rice parameter

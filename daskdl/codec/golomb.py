@@ -23,9 +23,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from daskdl.errors import CodecError
 
+Bytes = npt.NDArray[np.uint8]
 F = TypeVar("F", bound=Callable[..., Any])
 
 BLOCK = 4096  # parameters that share a Rice parameter
@@ -36,6 +40,8 @@ COUNT_BITS = 12  # number of a block's entries, minus one
 RICE_BITS = 4
 MAX_BLOCK_RICE = 12  # a gap within a block is at most 4,095
 HEADER_BITS = COUNT_BITS + RICE_BITS  # after a block's bit "has entries"
+HEADER_MASK = 2 ** (1 + HEADER_BITS) - 1
+NOTHING = np.empty(0, np.uint8)
 
 
 def compiled(function: F) -> F:
@@ -46,68 +52,117 @@ def compiled(function: F) -> F:
     return cast(F, numba.njit(cache=True, nogil=True)(function))
 
 
-@compiled
-def rice_bits(gaps_K: npt.NDArray[np.int32], rice: int) -> int:
-    """Return the number of bits of the codes of gaps."""
-    zeros, shift = np.uint64(0), np.uint64(rice)
-    # Unsigned: without AVX-512 there is no signed vector shift of 64 bits.
-    for k in range(len(gaps_K)):  # over the array itself, numba does not vectorise
-        zeros += np.uint64(gaps_K[k]) >> shift
-    return len(gaps_K) * (1 + rice) + int(np.int64(zeros))
+@intrinsic  # type: ignore[untyped-decorator]
+def trailing_zeros(_: Any, word: Any) -> Any:
+    """Count the zero bits below the lowest one bit; 64 if no bit is set."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], cgutils.false_bit)
+
+    return types.int64(types.uint64), generate
 
 
 @compiled
-def best_rice(gaps_K: npt.NDArray[np.int32], silent: int) -> tuple[int, int]:
+def lowest_bit(word: np.uint64) -> int:
+    """Return the index of the lowest set bit; 64 if no bit is set."""
+    return int(trailing_zeros(word))
+
+
+@compiled
+def ascending(entries_K: npt.NDArray[np.int32], size: int) -> bool:
+    """Say whether entries are strictly ascending positions of ``size`` parameters."""
+    # Unsigned: the minimum of int32 has no absolute value, and must be the largest.
+    falling = False
+    for k in range(1, len(entries_K)):
+        falling |= bool(
+            np.uint32(abs(entries_K[k])) <= np.uint32(abs(entries_K[k - 1]))
+        )
+    if falling or not len(entries_K):
+        return not falling
+    return bool(entries_K[0] != 0 and np.uint32(abs(entries_K[-1])) <= size)
+
+
+@compiled
+def sign_(entries_K: npt.NDArray[np.int32], signs: Bytes) -> None:
+    """Make zero-based positions entries; a one bit stands for a negative entry."""
+    for i in range(len(entries_K) // 8):
+        for bit in range(8):
+            factor = np.int32(1 - 2 * (signs[i] >> bit & 1))
+            entries_K[8 * i + bit] = (entries_K[8 * i + bit] + 1) * factor
+    for k in range(len(entries_K) // 8 * 8, len(entries_K)):
+        factor = np.int32(1 - 2 * (signs[k // 8] >> k % 8 & 1))
+        entries_K[k] = (entries_K[k] + 1) * factor
+
+
+@compiled
+def sums_of_zeros(
+    entries_K: npt.NDArray[np.int32], start: int, rice: int
+) -> tuple[int, int, int]:
+    """Return the number of zero bits with the last, this, and the next parameter.
+
+    The gaps add up to less than 2**31, so that 32 bits suffice.
+    """
+    lower, same = np.uint32(max(rice - 1, 0)), np.uint32(rice)
+    gap = np.uint32(np.int64(abs(entries_K[0])) - 1 - start)
+    lower_zeros = np.uint32(gap >> lower)
+    zeros = np.uint32(gap >> same)
+    higher_zeros = np.uint32(zeros >> np.uint32(1))
+    for k in range(1, len(entries_K)):
+        gap = np.uint32(abs(entries_K[k]) - abs(entries_K[k - 1]) - 1)
+        shifted = np.uint32(gap >> same)
+        lower_zeros = np.uint32(lower_zeros + np.uint32(gap >> lower))
+        zeros = np.uint32(zeros + shifted)
+        higher_zeros = np.uint32(higher_zeros + np.uint32(shifted >> np.uint32(1)))
+    return int(lower_zeros), int(zeros), int(higher_zeros)
+
+
+@compiled
+def best_rice(entries_K: npt.NDArray[np.int32], start: int) -> tuple[int, int]:
     """Return the Rice parameter with the fewest bits, and their number.
 
     The number of bits is convex in the parameter, so a parameter that is no worse than
-    its neighbors is the best. The search starts at the mean gap and usually tries
-    three parameters. ``silent`` is the sum of the gaps.
+    its neighbors is the best. The search starts at the mean gap; most often one pass,
+    which tries three parameters, ends it.
+
+    Args:
+        entries_K: One entry or more, sound.
+        start: Position at which the first gap starts.
     """
-    mean = silent // len(gaps_K)
+    count = len(entries_K)
+    mean = (np.int64(abs(entries_K[-1])) - start - count) // count
     rice = 0
     while (mean >> rice) > 1:
         rice += 1
-    bits = rice_bits(gaps_K, rice)
-    step = 1
-    while True:
-        neighbor = rice + step
-        neighbor_bits = (
-            rice_bits(gaps_K, neighbor) if 0 <= neighbor <= MAX_RICE else bits
-        )
-        if neighbor_bits < bits:
-            rice, bits = neighbor, neighbor_bits
-        elif step == 1:
-            step = -1
-        else:
-            return rice, bits
+    lower, zeros, higher = sums_of_zeros(entries_K, start, rice)
+    bits = count * (1 + rice) + zeros
+    step, neighbor_bits = 1, count * (2 + rice) + higher
+    if neighbor_bits >= bits:
+        step, neighbor_bits = -1, count * rice + lower
+    while neighbor_bits < bits and 0 <= rice + step <= MAX_RICE:
+        rice, bits = rice + step, neighbor_bits
+        lower, zeros, higher = sums_of_zeros(entries_K, start, rice)
+        neighbor_bits = count * (1 + rice + step) + (higher if step > 0 else lower)
+    return rice, bits
 
 
 @compiled
 def plan_blocks(
-    positions_K: npt.NDArray[np.int32],
+    entries_K: npt.NDArray[np.int32],
     block: int,
-    gaps_K: npt.NDArray[np.int32],
     counts_B: npt.NDArray[np.int32],
     rices_B: npt.NDArray[np.int32],
 ) -> int:
-    """Fill the last three arrays of a `Packing`; return the bits of the codes."""
+    """Fill the last two arrays of a `Packing`; return the bits of the codes."""
     bits = 0
     begin = 0
     for b in range(len(counts_B)):
         last = begin
-        following = b * block
-        stop = following + block
-        while last < len(positions_K) and positions_K[last] < stop:
-            gaps_K[last] = positions_K[last] - following
-            following = positions_K[last] + 1
+        start = b * block
+        while last < len(entries_K) and abs(entries_K[last]) <= start + block:
             last += 1
-        count = last - begin
-        counts_B[b] = count
-        if count:
-            silent = following - b * block - count
-            rice, block_bits = best_rice(gaps_K[begin:last], silent)
-            rices_B[b] = rice
+        counts_B[b] = last - begin
+        if last > begin:
+            rices_B[b], block_bits = best_rice(entries_K[begin:last], start)
             bits += block_bits
         begin = last
     return bits
@@ -115,112 +170,145 @@ def plan_blocks(
 
 @compiled
 def write_bits(
-    words: npt.NDArray[np.uint32], at: int, held: int, value: int, width: int
-) -> tuple[int, int]:
-    """Append up to 31 bits at bit ``at``; return the next ``at`` and ``held``.
+    words: npt.NDArray[np.uint64],
+    at: int,
+    held: np.uint64,
+    value: np.uint64,
+    width: int,
+) -> tuple[int, np.uint64]:
+    """Append up to 64 bits at bit ``at``; return the next ``at`` and ``held``.
 
     The word is stored even if it is not full, to avoid an unpredictable branch.
     """
-    word, following = at >> 5, at + width
-    if following >> 5 >= len(words):
+    word, shift, following = at >> 6, np.uint64(at & 63), at + width
+    if following >> 6 >= len(words):
         raise IndexError
-    held |= value << (at & 31)
-    words[word] = held & 0xFFFFFFFF
-    return following, held >> (((following >> 5) - word) << 5)
+    held |= value << shift
+    words[np.uint64(word)] = held
+    # Twice: a shift by 64 bits is undefined.
+    carried = (value >> np.uint64(1)) >> (np.uint64(63) - shift)
+    return following, carried if following >> 6 != word else held
+
+
+@compiled
+def write_codes(
+    words: npt.NDArray[np.uint64],
+    at: int,
+    held: np.uint64,
+    entries_K: npt.NDArray[np.int32],
+    start: int,
+    rice: int,
+) -> tuple[int, np.uint64]:
+    """Append the codes of a block; return the next ``at`` and ``held``."""
+    rice_bits = np.uint64(rice)
+    mask = (np.uint64(1) << rice_bits) - np.uint64(1)
+    following = start + 1
+    for k in range(len(entries_K)):
+        entry = int(abs(entries_K[k]))
+        gap = np.uint64(entry - following)
+        following = entry + 1
+        zeros = int(np.int64(gap >> rice_bits))
+        code = np.uint64(1) | (gap & mask) << np.uint64(1)
+        width = 1 + rice
+        if zeros + width <= 64:
+            code <<= np.uint64(zeros)
+            width += zeros
+        else:  # the words are zero already
+            words[at >> 6] = held
+            one_at = at + zeros
+            held = held if one_at >> 6 == at >> 6 else np.uint64(0)
+            at = one_at
+        at, held = write_bits(words, at, held, code, width)
+    return at, held
 
 
 @compiled
 def write_stream(
-    words: npt.NDArray[np.uint32],
-    gaps_K: npt.NDArray[np.int32],
+    words: npt.NDArray[np.uint64],
+    at: int,
+    held: np.uint64,
+    entries_K: npt.NDArray[np.int32],
+    block: int,
     counts_B: npt.NDArray[np.int32],
     rices_B: npt.NDArray[np.int32],
-    headers: bool,
 ) -> int:
-    """Write all codes, with a header before each block; return the number of bits.
+    """Write all codes from bit ``at`` on, with headers of blocks; return the end.
 
-    ``words`` are zeros, one more than the bits fill. ``held`` has the bits before
-    ``at`` in the word of ``at``.
+    ``words`` are zeros, with at least one more bit than the codes fill. ``held`` has
+    the bits before ``at`` in the word of ``at``.
     """
-    at = held = begin = 0
+    begin = 0
     for b in range(len(counts_B)):
         last = begin + counts_B[b]
         rice = int(rices_B[b])
-        if headers:
+        if block == BLOCK:
             # One call: numba would compile it for each constant width.
-            header = 1 | (last - begin - 1) << 1 | rice << (1 + COUNT_BITS)
+            header = np.uint64(1 | (last - begin - 1) << 1 | rice << (1 + COUNT_BITS))
             full = last > begin
             width = 1 + HEADER_BITS if full else 1
-            at, held = write_bits(words, at, held, header if full else 0, width)
-        for i in range(begin, last):
-            gap = int(gaps_K[i])
-            one_at = at + (gap >> rice)  # the words are zero already
-            words[at >> 5] = held
-            held = held if one_at >> 5 == at >> 5 else 0
-            value = 1 | (gap & ((1 << rice) - 1)) << 1
-            at, held = write_bits(words, one_at, held, value, 1 + rice)
+            header = header if full else np.uint64(0)
+            at, held = write_bits(words, at, held, header, width)
+        at, held = write_codes(words, at, held, entries_K[begin:last], b * block, rice)
         begin = last
-    words[at >> 5] = held
+    words[at >> 6] = held
     return at
 
 
 class Packing(NamedTuple):
-    """Gaps, Rice parameters and length of a body to pack."""
+    """Entries, Rice parameters and length of a body to pack."""
 
     block: int  # parameters of a block, BLOCK or WHOLE
-    gaps_K: npt.NDArray[np.int32]  # the first gap of a block starts with the block
+    entries_K: npt.NDArray[np.int32]
     counts_B: npt.NDArray[np.int32]  # entries of each block
     rices_B: npt.NDArray[np.int32]  # Rice parameter of each block
     length: int  # bytes of the body, its first byte included
 
 
-def plan(size: int, positions_K: npt.NDArray[np.int32]) -> Packing:
+def plan(size: int, entries_K: npt.NDArray[np.int32]) -> Packing:
     """Choose the Rice parameters and count the bytes of the body.
 
     Args:
         size: N.
-        positions_K: Zero-based positions, int32, strictly ascending.
+        entries_K: Signed one-based positions, int32, strictly ascending.
 
     Returns:
         The plan with the fewest bytes; of equals, one Rice parameter for all gaps.
     """
-    undivided = plan_with(WHOLE, size, positions_K)
-    in_blocks = plan_with(BLOCK, size, positions_K)
+    undivided = plan_with(WHOLE, size, entries_K)
+    in_blocks = plan_with(BLOCK, size, entries_K)
     return undivided if undivided.length <= in_blocks.length else in_blocks
 
 
-def plan_with(block: int, size: int, positions_K: npt.NDArray[np.int32]) -> Packing:
+def plan_with(block: int, size: int, entries_K: npt.NDArray[np.int32]) -> Packing:
     """Count the bytes with one Rice parameter per ``block`` parameters."""
     blocks = -(-size // block)
     counts_B, rices_B = np.zeros(blocks, np.int32), np.zeros(blocks, np.int32)
-    gaps_K = np.empty(len(positions_K), np.int32)
-    bits = plan_blocks(positions_K, block, gaps_K, counts_B, rices_B)
+    bits = plan_blocks(entries_K, block, counts_B, rices_B)
     if block == BLOCK:
         bits += blocks + HEADER_BITS * int(np.count_nonzero(counts_B))
-    return Packing(block, gaps_K, counts_B, rices_B, 1 + (bits + 7) // 8)
+    return Packing(block, entries_K, counts_B, rices_B, 1 + (bits + 7) // 8)
 
 
-def pack(packing: Packing) -> npt.NDArray[np.uint8]:
-    """Write the body of a plan with one entry or more.
+def pack(packing: Packing, appended: Bytes = NOTHING) -> Bytes:
+    """Write the body of a plan with one entry or more, and bytes after it.
 
     Example:
         >>> import numpy as np
-        >>> pack(plan(10, np.array([0, 3, 9], np.int32))).tobytes().hex(" ")
+        >>> pack(plan(10, np.array([1, -4, 10], np.int32))).tobytes().hex(" ")
         '01 89 01'
     """
-    words = np.zeros((packing.length - 1) // 4 + 1, np.uint32)
-    per_block = packing.block == BLOCK
-    write_stream(words, packing.gaps_K, packing.counts_B, packing.rices_B, per_block)
-    body = np.empty(packing.length, np.uint8)
-    body[0] = PER_BLOCK if per_block else packing.rices_B[0]
-    body[1:] = words.astype("<u4", copy=False).view(np.uint8)[: packing.length - 1]
+    block, entries_K, counts_B, rices_B, length = packing
+    words = np.zeros((length + len(appended)) // 8 + 1, np.uint64)
+    mode = np.uint64(PER_BLOCK if block == BLOCK else rices_B[0])
+    # The first byte is the first bits of the stream.
+    write_stream(words, 8, mode, entries_K, block, counts_B, rices_B)
+    body = words.astype("<u8", copy=False).view(np.uint8)[: length + len(appended)]
+    body[length:] = appended
     return body
 
 
 # Readers return the next bit, or -(8 * got + fault).
 PAST_END, OUTSIDE, BAD_RICE, BAD_COUNT = 1, 2, 3, 4
-# Lowest set bit of each byte; 0 for byte 0.
-LOWEST_ONE = np.array([0, *((i & -i).bit_length() - 1 for i in range(1, 256))])
 FAULTS = {
     PAST_END: "codes run past the {bits} bits there are, at parameter {got}",
     OUTSIDE: "a gap from parameter {got} leaves its block or the {size} parameters",
@@ -240,16 +328,18 @@ def length_range(size: int, count: int) -> tuple[int, int]:
 
 
 @compiled
-def read_bits(words: npt.NDArray[np.uint32], at: int, width: int) -> int:
-    """Read up to 31 bits; the word after their first one must exist."""
-    i = at >> 5
-    pair = np.int64(words[np.uint64(i)]) | np.int64(words[np.uint64(i + 1)]) << 32
-    return int(pair >> (at & 31)) & ((1 << width) - 1)
+def read_word(words: npt.NDArray[np.uint64], at: int) -> np.uint64:
+    """Read the 64 bits from bit ``at`` on; the word after their first must exist."""
+    # Unsigned: numba would look whether an index is negative.
+    word, shift = np.uint64(at >> 6), np.uint64(at & 63)
+    # Twice: a shift by 64 bits is undefined.
+    above = (words[word + np.uint64(1)] << np.uint64(1)) << (np.uint64(63) - shift)
+    return np.uint64(words[word] >> shift | above)
 
 
 @compiled
 def read_block(
-    words: npt.NDArray[np.uint32],
+    words: npt.NDArray[np.uint64],
     bits: int,
     at: int,
     rice: int,
@@ -258,36 +348,56 @@ def read_block(
 ) -> int:
     """Fill ``positions_K`` from codes; return the next bit, or a fault.
 
-    Each code is read at its own bit: a window with occasional refills is slower,
-    because its refills are unpredictable branches.
+    Four codes are read from each word of 64 bits, if it has them: as many as it has
+    would be an unpredictable branch, and one would wait for memory each time.
     """
     following, stop = limits
-    for i in range(len(positions_K)):
-        zeros = 0
-        eight = read_bits(words, at, 8)
-        while not eight:
-            zeros, at = zeros + 8, at + 8
-            if at >= bits:
-                return -(8 * following + PAST_END)
-            eight = read_bits(words, at, 8)
-        low = int(LOWEST_ONE[np.uint64(eight)])
-        zeros, at = zeros + low, at + low + 1 + rice
-        if at > bits:
-            return -(8 * following + PAST_END)
-        # Compared before the shift, whose result may not fit 64 bits.
-        if zeros > (stop - following) >> rice:
-            return -(8 * following + OUTSIDE)
-        position = following + (zeros << rice) + read_bits(words, at - rice, rice)
-        if position >= stop:
-            return -(8 * following + OUTSIDE)
-        positions_K[i] = position
-        following = position + 1
+    rice_bits = np.uint64(rice)
+    mask = (np.uint64(1) << rice_bits) - np.uint64(1)
+    k = 0
+    while k < len(positions_K):
+        word = read_word(words, at)
+        word_end = at + 64
+        last = min(k + 4, len(positions_K))
+        while k < last:
+            low = int(lowest_bit(word))
+            zeros = low
+            if at + low + 1 + rice <= word_end:
+                at += low + 1 + rice
+                word = (word >> np.uint64(low)) >> np.uint64(1)
+                remainder = int(np.int64(word & mask))
+                word >>= rice_bits
+                if at > bits:
+                    return -(8 * following + PAST_END)
+            elif at + 64 > word_end:
+                break  # a word from here on has more of this code
+            else:
+                while low == 64:
+                    at += 64
+                    if at >= bits:
+                        return -(8 * following + PAST_END)
+                    low = int(lowest_bit(read_word(words, at)))
+                    zeros += low
+                at += low + 1 + rice
+                if at > bits:
+                    return -(8 * following + PAST_END)
+                # Compared before the shift, whose result may not fit 64 bits.
+                if zeros > (stop - following) >> rice:
+                    return -(8 * following + OUTSIDE)
+                remainder = int(np.int64(read_word(words, at - rice) & mask))
+                last = k  # another word
+            position = following + (zeros << rice) + remainder
+            if position >= stop:
+                return -(8 * following + OUTSIDE)
+            positions_K[k] = position
+            following = position + 1
+            k += 1
     return at
 
 
 @compiled
 def read_blocks(
-    words: npt.NDArray[np.uint32],
+    words: npt.NDArray[np.uint64],
     bits: int,
     positions_K: npt.NDArray[np.int32],
     size: int,
@@ -298,13 +408,14 @@ def read_blocks(
     for start in range(0, size, BLOCK):
         if at + 1 > bits:
             return -(8 * start + PAST_END)
+        header = int(np.int64(read_word(words, at) & np.uint64(HEADER_MASK)))
         at += 1
-        if not read_bits(words, at - 1, 1):
+        if not header & 1:
             continue
         if at + HEADER_BITS > bits:
             return -(8 * start + PAST_END)
-        last = begin + read_bits(words, at, COUNT_BITS) + 1
-        rice = read_bits(words, at + COUNT_BITS, HEADER_BITS - COUNT_BITS)
+        last = begin + (header >> 1 & (2**COUNT_BITS - 1)) + 1
+        rice = header >> (1 + COUNT_BITS)
         if rice > MAX_BLOCK_RICE:
             return -(8 * rice + BAD_RICE)
         stop = min(start + BLOCK, size)
@@ -316,13 +427,13 @@ def read_blocks(
     return at if begin == len(positions_K) else -(8 * begin + BAD_COUNT)
 
 
-def unpack(body: npt.NDArray[np.uint8], size: int, count: int) -> npt.NDArray[np.int32]:
+def unpack(body: Bytes, size: int, count: int) -> npt.NDArray[np.int32]:
     """Read a body written by :func:`daskdl.codec.golomb.pack`."""
     stream = body[1:]
     # Whole words, and one more of zeros.
-    padded = np.zeros(4 * (len(stream) // 4 + 2), np.uint8)
+    padded = np.zeros(8 * (len(stream) // 8 + 2), np.uint8)
     padded[: len(stream)] = stream
-    words = padded.view("<u4").astype(np.uint32, copy=False)
+    words = padded.view("<u8").astype(np.uint64, copy=False)
     positions_K = np.empty(count, np.int32)
     mode = int(body[0])
     if mode == PER_BLOCK:

@@ -8,7 +8,8 @@ and a few have many, which a code of whole bits per level packs badly. The layou
 The reader trusts no input: frequencies are checked before they are used, every word
 against the end of the stream, and the final state against the writer's first one.
 
-Shape suffixes: K = entries of one update, M = levels from 1 to the highest, S = slots.
+Shape suffixes: K = entries of one update, L = 15 levels, M = levels from 1
+to the highest, S = slots.
 
 Source:
     J. Duda, "Asymmetric numeral systems", 2013; with 32 bits of state and words of 16
@@ -71,24 +72,60 @@ def _write_words(
     for k in range(len(levels_K) - 1, -1, -1):
         m = levels_K[k] - 1
         frequency = np.uint64(frequencies_M[m])
-        if state >= frequency << np.uint64(32 - SLOT_BITS):
-            at -= 1
-            if at < 0:
-                raise IndexError
-            words[at] = state & np.uint64(0xFFFF)
-            state >>= np.uint64(WORD_BITS)
+        if at < 1:
+            raise IndexError
+        # Stored even if it is not full, to avoid an unpredictable branch.
+        words[at - 1] = state & np.uint64(0xFFFF)
+        full = int(state >= frequency << np.uint64(32 - SLOT_BITS))
+        at -= full
+        state >>= np.uint64(WORD_BITS * full)
         # state // frequency, in half the time of a division
         quotient = state * reciprocals_M[m] >> np.uint64(RECIPROCAL_BITS)
         state += quotient * (np.uint64(SLOTS) - frequency) + starts_M[m]
     return int(state), at
 
 
-def frequencies(levels_K: Bytes) -> npt.NDArray[np.uint16]:
+@compiled
+def _count_levels(
+    levels_K: npt.NDArray[np.uint8], counts_L: npt.NDArray[np.int64]
+) -> None:
+    """Add the number of entries of each level, 1 to 15."""
+    for start in range(0, len(levels_K), 8192):
+        part_K = levels_K[start : start + 8192]
+        uncounted = len(part_K)
+        for i in range(len(counts_L)):
+            equal = np.uint32(0)
+            for k in range(len(part_K)):
+                equal = np.uint32(equal + np.uint32(part_K[k] == np.uint8(i + 1)))
+            counts_L[i] += equal
+            uncounted -= int(equal)
+            if not uncounted:  # most often after a few levels
+                break
+
+
+def counted(levels_K: Bytes) -> npt.NDArray[np.int64]:
+    """Return the number of entries of levels 1, 2, ..., 15.
+
+    Example:
+        >>> counted(np.array([1, 1, 3, 1, 2, 1], np.uint8))[:4]
+        array([4, 1, 1, 0])
+    """
+    counts_L = np.zeros(MAX_LEVEL, np.int64)
+    _count_levels(levels_K, counts_L)
+    return counts_L
+
+
+def entropy_bytes(counts_L: npt.NDArray[np.int64]) -> float:
+    """Return the fewest bytes for levels that occur so often, in any order."""
+    counts = counts_L[counts_L > 0]
+    return float((counts * np.log2(counts.sum() / counts)).sum()) / 8
+
+
+def frequencies(counts_L: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
     """Return the frequencies of levels 1, 2, ..., which add up to `SLOTS`."""
-    levels = range(1, max(int(levels_K.max()), 2) + 1)
-    # Takes half the time of np.bincount, which makes integers of 64 bits.
-    counts_M = np.array([np.count_nonzero(levels_K == m) for m in levels])
-    slots_M = np.rint(counts_M * (SLOTS / len(levels_K))).astype(np.int64)
+    highest = max(int(np.flatnonzero(counts_L)[-1]) + 1, 2)
+    counts_M = counts_L[:highest]
+    slots_M = np.rint(counts_M * (SLOTS / counts_M.sum())).astype(np.int64)
     needed = counts_M > 0
     needed[-1] = True  # the reader computes the last one from the others
     slots_M[needed & (slots_M == 0)] = 1
@@ -98,23 +135,26 @@ def frequencies(levels_K: Bytes) -> npt.NDArray[np.uint16]:
     return frequencies_M
 
 
-def pack(levels_K: Bytes) -> Bytes:
+def pack(levels_K: Bytes, counts_L: npt.NDArray[np.int64]) -> Bytes:
     """Write the levels of one entry or more; 1 to 15 each, uint8.
 
+    Args:
+        levels_K: Levels, 1 to 15 each, uint8, one or more.
+        counts_L: Result of :func:`counted`.
+
     Example:
-        >>> import numpy as np
-        >>> packed = pack(np.array([1, 1, 3, 1, 2, 1], np.uint8))
-        >>> unpack(packed, 6)
+        >>> levels = np.array([1, 1, 3, 1, 2, 1], np.uint8)
+        >>> unpack(pack(levels, counted(levels)), 6)
         array([1, 1, 3, 1, 2, 1], dtype=uint8)
     """
-    frequencies_M = frequencies(levels_K)
+    frequencies_M = frequencies(counts_L)
     highest = len(frequencies_M)
-    words = np.empty(most_words(len(levels_K)), np.uint16)
+    words = np.empty(most_words(len(levels_K)) + 1, np.uint16)
     state, at = _write_words(levels_K, frequencies_M, words)
     opening = np.array([highest], np.uint8)
     table = frequencies_M[:-1].astype("<u2").view(np.uint8)
     state_bytes = np.array([state], "<u4").view(np.uint8)
-    stream = words[at:].astype("<u2").view(np.uint8)
+    stream = words[at:].astype("<u2", copy=False).view(np.uint8)
     return np.concatenate([opening, table, state_bytes, stream])
 
 
@@ -129,7 +169,10 @@ def _read_words(
     words: npt.NDArray[np.uint16],
     state: int,
 ) -> int:
-    """Fill levels; return the number of words read, or a fault."""
+    """Fill levels; return the number of words read, or a fault.
+
+    The last of ``words`` is no word of the stream.
+    """
     level_S = np.empty(SLOTS, np.uint8)
     # By slot too: a look-up by level would wait for the level.
     frequency_S, offset_S = np.empty(SLOTS, np.uint16), np.empty(SLOTS, np.uint16)
@@ -146,11 +189,13 @@ def _read_words(
         levels_K[k] = level_S[low]
         high = current >> np.uint64(SLOT_BITS)
         current = np.uint64(frequency_S[low]) * high + np.uint64(offset_S[low])
-        if current < MIN_STATE:
-            if at == len(words):
-                return PAST_END
-            current = current << np.uint64(WORD_BITS) | np.uint64(words[at])
-            at += 1
+        # Loaded even if it is not needed, to avoid an unpredictable branch.
+        needed = int(current < MIN_STATE)
+        grown = current << np.uint64(WORD_BITS) | np.uint64(words[at])
+        current = grown if needed else current
+        at += needed
+        if at == len(words):
+            return PAST_END
     return at if current == MIN_STATE else BAD_END
 
 
@@ -181,9 +226,9 @@ def unpack(packed: Bytes, count: int) -> Bytes:
     state = int(packed[opening - STATE_BYTES : opening].copy().view("<u4")[0])
     if state < MIN_STATE:
         raise CodecError(f"state of the levels must be >= {MIN_STATE}, got {state}")
-    words = packed[opening:].copy().view("<u2").astype(np.uint16)
+    words = packed[opening:].copy().view("<u2").astype(np.uint16, copy=False)
     levels_K = np.empty(count, np.uint8)
-    read = _read_words(levels_K, frequencies_M, words, state)
+    read = _read_words(levels_K, frequencies_M, np.append(words, np.uint16(0)), state)
     if read == PAST_END:
         raise CodecError(f"levels of {count} entries run past their {len(words)} words")
     if read == BAD_END or read != len(words):

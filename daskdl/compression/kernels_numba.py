@@ -4,14 +4,13 @@ Numba compiles them on first use and caches them on disk; they release the GIL. 
 not validate arguments: entries must be positions of the vectors.
 
 Numba does not vectorise a loop that packs comparisons into a word of bits, and has no
-prefetch. Three intrinsics add both on every processor that LLVM supports.
+prefetch. Intrinsics add both on every processor that LLVM supports.
 
 Shape suffixes: N = parameters of one flat vector, K = entries of one update,
 L = fewer than 64 neighbors.
 
 Source:
-    LLVM Language Reference Manual, ``fcmp``, ``bitcast``, ``llvm.cttz``,
-    ``llvm.prefetch``.
+    LLVM Language Reference Manual, ``fcmp``, ``bitcast``, ``llvm.prefetch``.
 """
 
 import math
@@ -26,7 +25,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 from typing_extensions import override
 
-from daskdl.codec.golomb import compiled
+from daskdl.codec.golomb import compiled, lowest_bit
 from daskdl.compression.kernels import (
     ALL,
     GUARD,
@@ -99,16 +98,6 @@ def reached(
 
     number = local_N.dtype
     return types.uint64(local_N, shared_N, types.int64, number, number), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def lowest_bit(_: Any, word: Any) -> Any:
-    """Return the index of the lowest set bit; 64 if no bit is set."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.uint64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -278,7 +278,7 @@ def test_a_short_frame_cannot_claim_much_memory():
 
 def test_a_gap_beyond_64_bits_does_not_wrap_into_the_vector():
     """16 * 2**60 is 0 in 64 bits; in frames it takes a gigabyte of zeros."""
-    words = np.zeros(8, np.uint32)
+    words = np.zeros(4, np.uint64)
     words[0] = 1 << 16
     positions = np.full(1, -1, np.int32)
 
@@ -289,7 +289,7 @@ def test_a_gap_beyond_64_bits_does_not_wrap_into_the_vector():
 
 
 def test_a_block_header_is_not_read_from_beyond_the_codes():
-    words = np.full(3, 0xFFFFFFFF, np.uint32)
+    words = np.full(2, 2**64 - 1, np.uint64)
 
     end = golomb.read_blocks(words, 16, np.zeros(1, np.int32), 10)
 

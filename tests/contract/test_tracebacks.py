@@ -13,6 +13,12 @@ from daskdl.errors import hide_internal_frames_
 X, Y = np.zeros((8, 2), np.float32), np.zeros(8, np.int64)
 
 
+@pytest.fixture(autouse=True)
+def short():
+    """Whatever a command with --traceback has left in this process."""
+    daskdl.errors.keep_internal_frames(False)
+
+
 class Failing(nn.Linear):
     def __init__(self, last=0):
         super().__init__(2, 2)

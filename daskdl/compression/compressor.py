@@ -25,9 +25,10 @@ from daskdl.compression.flat import FlatParameters
 from daskdl.compression.kernels import GUARD
 from daskdl.compression.replica_vector import (
     MAX_COUNT,
-    Counts,
+    GroupEntries,
     ReplicaVector,
     ResidualView,
+    on_host,
     ranges_by_pattern,
 )
 from daskdl.compression.residuals import ResidualPostProcessor
@@ -50,7 +51,7 @@ class PendingSparse:
     grid: float  # one step, parameter units
     quantum_count: int  # the quantum in steps of the grid, in [1, 2**22]
     threshold: float  # of the algorithm, limited to the range of the grid
-    entries_K: Counts  # +(i + 1) or -(i + 1), ascending in i
+    parts: Sequence[GroupEntries]  # on the devices, ascending in position
     body: codec.Body  # of these entries, and how many quanta each has
 
     @property
@@ -61,7 +62,7 @@ class PendingSparse:
     @property
     def entries(self) -> int:
         """K; an update without entries is not sent."""
-        return len(self.entries_K)
+        return self.body.entries
 
     def encode(self, stamp: Stamp) -> Frame:
         """Encode the update as a frame of the kind that carries most for its bytes."""
@@ -214,11 +215,9 @@ class Compressor:
         ):
             threshold = group.next_threshold(group.sent, grid)
             count = round(threshold / grid)
-            entries_K, levels_K = group.residual.find(count)
-            body = codec.pack(size, entries_K, levels_K)
-            updates.append(
-                PendingSparse(pattern, grid, count, threshold, entries_K, body)
-            )
+            parts = group.residual.find(count)
+            body = codec.pack(size, *on_host(parts))
+            updates.append(PendingSparse(pattern, grid, count, threshold, parts, body))
         return updates
 
     def whole_residual(self) -> PendingDense:
@@ -260,8 +259,11 @@ class Compressor:
                 f"from {self._residual!r}"
             )
         removed = self.vector.commit_(
-            *(update.entries_K, update.quantum_count, bound),
-            *(update.body.levels_K, self.momentum),
+            update.parts,
+            update.quantum_count,
+            bound,
+            leveled=update.body.levels_K is not None,
+            momentum=self.momentum,
         )
         self.clipped += removed
         self.clipped_per_entry = removed / max(update.entries, 1)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from daskdl.codec.levels import MAX_LEVEL
 
@@ -200,6 +201,35 @@ class VectorGroup:
     def positions(self, entries_K: Tensor) -> Tensor:
         """Return the positions of entries within the group."""
         return entries_K.long().abs() - 1 - self.start
+
+    def from_host(self, values: Tensor) -> Tensor:
+        """Return values from the host's memory on the vectors' device."""
+        return values.to(self.flat.device)
+
+    def to_host(self, *tensors: Tensor) -> list[Tensor]:
+        """Return tensors from the vectors' device in the host's memory."""
+        return [tensor.cpu() for tensor in tensors]
+
+
+class PinnedGroup(VectorGroup):
+    """A group on CUDA that copies through pinned memory.
+
+    Torch caches pinned memory, and reuses it only once the device has copied it.
+    """
+
+    @override
+    def from_host(self, values: Tensor) -> Tensor:
+        if self.flat.device.type != "cuda":
+            return super().from_host(values)
+        return values.pin_memory().to(self.flat.device, non_blocking=True)
+
+    @override
+    def to_host(self, *tensors: Tensor) -> list[Tensor]:
+        # Pinned, as the copies do not block.
+        copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        if self.flat.device.type == "cuda":
+            torch.cuda.current_stream(self.flat.device).synchronize()
+        return copies
 
 
 def own_factor(local_factor: float, momentum: float) -> float:

@@ -15,11 +15,13 @@ Shape suffixes: N = parameters over all groups, K = entries of one update.
 """
 
 import contextlib
+import itertools
 import math
+import operator
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -119,6 +121,14 @@ def fold_(total_N: Counts, update: Update, grid: float) -> None:
         levels_K = kernels_numba.ONE_EACH if levels_K is None else levels_K
         count = count_of(update.threshold, grid)
         kernels_numba.fold_(total_N, update.entries_K, levels_K, count)
+
+
+class GroupEntries(NamedTuple):
+    """Entries of one group, on its device, as :meth:`VectorGroup.find` lists them."""
+
+    group: VectorGroup
+    entries_K: Tensor
+    levels_K: Tensor
 
 
 class ReplicaVector:
@@ -295,21 +305,41 @@ class ReplicaVector:
 
     def commit_(
         self,
-        entries_K: Counts,
+        parts: Sequence[GroupEntries],
         count: int,
         bound: float,
-        levels_K: npt.NDArray[np.uint8] | None = None,
+        *,
+        leveled: bool = False,
         momentum: float = 0.0,
     ) -> float:
-        """Move shared by own entries, of which the residual keeps ``momentum``."""
+        """Move shared by own entries, of which the residual keeps ``momentum``.
+
+        Args:
+            parts: Result of :meth:`ResidualView.find`.
+            count: Quantum in steps of the grid.
+            bound: Bound on ``|residual|`` at these positions, parameter units.
+            leveled: Move by as many quanta as an entry has levels, otherwise by one.
+            momentum: In [0, 1).
+
+        Returns:
+            Mass removed from the residual, parameter units.
+        """
         removed = 0.0
-        for group, part_K, quanta_K in self._split(entries_K, levels_K):
+        self._local_groups()  # raises inside `showing_shared`
+        for group, entries_K, levels_K in parts:
+            if not len(entries_K):
+                continue
             removed += group.commit_(
-                *(part_K, count, self.grid, bound, self.local_factor),
-                *(quanta_K, momentum),
+                entries_K,
+                count,
+                self.grid,
+                bound,
+                self.local_factor,
+                levels_K if leveled else None,
+                momentum,
             )
             if self._copied:
-                self._show_entries_(group, part_K)
+                self._show_entries_(group, entries_K)
         return removed
 
     def apply_(self, update: Update) -> None:
@@ -474,10 +504,10 @@ class ReplicaVector:
         for group, a, b in zip(groups, [0, *ends[:-1]], ends, strict=True):
             if a == b:
                 continue
-            device, quanta_K = group.flat.device, None
+            part_K, quanta_K = group.from_host(torch.from_numpy(entries_K[a:b])), None
             if levels_K is not None:
-                quanta_K = torch.from_numpy(levels_K[a:b]).to(device)
-            yield group, torch.from_numpy(entries_K[a:b]).to(device), quanta_K
+                quanta_K = group.from_host(torch.from_numpy(levels_K[a:b]))
+            yield group, part_K, quanta_K
 
     def _split_counts(
         self, counts_N: Counts
@@ -493,7 +523,18 @@ class ReplicaVector:
         for group in self._local_groups():
             part = counts[group.start :]
             for where in group.chunks():
-                yield group, where, part[where].to(group.flat.device)
+                yield group, where, group.from_host(part[where])
+
+
+def on_host(parts: Sequence[GroupEntries]) -> tuple[Counts, npt.NDArray[np.uint8]]:
+    """Return entries and levels of all groups in the host's memory."""
+    copies = [group.to_host(*tensors) for group, *tensors in parts]
+    entries_K, levels_K = map(_end_to_end, *copies)
+    return entries_K.numpy(), levels_K.numpy()
+
+
+def _end_to_end(*parts: Tensor) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class ResidualView:
@@ -509,19 +550,16 @@ class ResidualView:
         self.ranges = ranges
         self._vector = vector
 
-    def find(self, count: int) -> tuple[Counts, npt.NDArray[np.uint8]]:
-        """Return the entries of a quantum of ``count`` steps, and their levels."""
+    def find(self, count: int) -> list[GroupEntries]:
+        """List the entries of a quantum of ``count`` steps by group."""
         vector = self._vector
         vector._local_groups()  # raises inside `showing_shared`
-        entries_and_levels = [
-            group.find(count, vector.grid, vector.local_factor, where)
-            for group, where in self.ranges
-        ]
-        entries_K, levels_K = (
-            torch.cat([part.cpu() for part in parts]).numpy()
-            for parts in zip(*entries_and_levels, strict=True)
-        )
-        return entries_K, levels_K
+        grid, local_factor = vector.grid, vector.local_factor
+        parts = []
+        for group, ranges in itertools.groupby(self.ranges, operator.itemgetter(0)):
+            by_range = [group.find(count, grid, local_factor, w) for _, w in ranges]
+            parts.append(GroupEntries(group, *map(_end_to_end, *by_range)))
+        return parts
 
     def tensor(self) -> Tensor:
         """See :class:`daskdl.compression.thresholds.Residual`."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from daskdl.codec import Kind, SparseUpdate, Stamp
 from daskdl.compression import replica_vector
-from daskdl.compression.kernels import VectorGroup, own_factor
+from daskdl.compression.kernels import PinnedGroup, VectorGroup, own_factor
 from daskdl.compression.kernels_numba import NumbaGroup
 from daskdl.compression.replica_vector import fold_, kernels_for
 from daskdl.training.gradient_sharing import GradientSharing
@@ -364,22 +364,58 @@ def test_compiled_kernels_are_for_the_cpu_and_torch_operations_for_all_else():
     assert kinds == [NumbaGroup, VectorGroup, VectorGroup]
 
 
+FITS = [
+    pytest.param("cpu", (NumbaGroup, VectorGroup), id="numba"),
+    pytest.param("cuda", (VectorGroup, PinnedGroup), id="pinned-cuda", marks=CUDA),
+    pytest.param(
+        "cpu", (VectorGroup, triton_group), id="triton", marks=[TRITON, INTERPRETED]
+    ),
+    pytest.param(
+        "cuda", (VectorGroup, triton_group), id="triton-cuda", marks=[TRITON, *CUDA]
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "kinds"), FITS)
 @pytest.mark.parametrize("apply", ["eager", "strict"])
 def test_a_fit_with_torch_operations_ends_with_the_bits_of_compiled_kernels(
-    apply, monkeypatch
+    device, kinds, apply, monkeypatch
 ):
     X, y = rows(96)
     models = []
-    for kind in (NumbaGroup, VectorGroup):
+    for kind in kinds:
         monkeypatch.setattr(replica_vector, "kernels_for", lambda device, k=kind: k)
         master = GradientSharing(replicas_per_worker=2, max_staleness=0, apply=apply)
-        fitted = trainer(False, master=master)
+        fitted = trainer(False, master=master, device=device)
         fitted.fit(X, y, epochs=2, batch_size=8)
         models.append(fitted.model_.state_dict())
 
     assert fitted.history_[-1]["sent_bytes"] > 0
     for name, parameter in models[0].items():
         assert torch.equal(parameter, models[1][name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [
+        pytest.param(VectorGroup, "cpu", id="torch"),
+        pytest.param(PinnedGroup, "cpu", id="pinned"),
+        pytest.param(VectorGroup, "cuda", id="cuda", marks=CUDA),
+        pytest.param(PinnedGroup, "cuda", id="pinned-cuda", marks=CUDA),
+    ],
+)
+def test_copies_to_the_device_and_back_are_complete(kind, device):
+    group = group_of([0.0], [0], kind, device=device)
+    size = 2**20
+
+    # None is waited for, and each is forgotten: another may get its memory.
+    sent = [group.from_host(torch.full((size,), i).int()) for i in range(50)]
+    received = group.to_host(*(values + 1 for values in sent))
+
+    assert {values.device.type for values in sent} == {device}
+    assert {values.device.type for values in received} == {"cpu"}
+    for i, values in enumerate(received):
+        assert np.array_equal(values.numpy(), np.full(size, i + 1)), i
 
 
 @given(problems())

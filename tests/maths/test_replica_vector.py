@@ -19,7 +19,12 @@ from daskdl.compression.flat import (
     load_untrained_,
 )
 from daskdl.compression.kernels import CHUNK
-from daskdl.compression.replica_vector import MAX_COUNT, NEIGHBORS, ResidualView
+from daskdl.compression.replica_vector import (
+    MAX_COUNT,
+    NEIGHBORS,
+    GroupEntries,
+    ResidualView,
+)
 from daskdl.errors import CodecError, ModelError, RunError
 from tests.support.updates import GRID, STAMP, Vector, sparse, whole
 
@@ -356,7 +361,7 @@ class TestShowingShared:
             lambda vector: vector.residual_counts(),
             lambda vector: vector.replace_shared_(np.zeros(2, np.int32), GRID),
             lambda vector: vector.farthest(),
-            lambda vector: vector.commit_(np.array([1], np.int32), 1, math.inf),
+            lambda vector: vector.commit_(first_entry(vector), 1, math.inf),
             lambda vector: ResidualView(vector, [(vector.groups[0], slice(0, 2))]).find(
                 1
             ),
@@ -376,6 +381,12 @@ class TestShowingShared:
             use(vector)
 
         use(vector)
+
+
+def first_entry(vector):
+    """A positive entry at the first position."""
+    entries_K, levels_K = torch.tensor([1]).int(), torch.tensor([1]).byte()
+    return [GroupEntries(vector.groups[0], entries_K, levels_K)]
 
 
 def trained(values, dtype, strict, *step):
@@ -411,7 +422,7 @@ class TestStrict:
         module, vector, group = trained([1.0, 1.0], dtype, True, 0.5, 0.5)
 
         before = module.first.tolist()
-        vector.commit_(np.array([1], np.int32), MAX_COUNT, math.inf)
+        vector.commit_(first_entry(vector), MAX_COUNT, math.inf)
 
         assert before == [1.0, 1.0]
         assert module.first.tolist() == [1.25, 1.0]

@@ -112,6 +112,10 @@ def torch_threads(count: int) -> AbstractContextManager[None]:
     return _threads.kept(count)
 
 
+# Whether each replica uses a stream of its own on CUDA. On torch's default stream, a
+# replica that reads a value waits for all others on the device. Not measured yet.
+separate_streams = False
+
 _device_lock = threading.Lock()
 _replicas_by_device: Counter[int] = Counter()  # keys: numbers of CUDA devices
 
@@ -141,7 +145,14 @@ def device_for(device: str) -> Iterator[torch.device]:
         chosen = torch.device("cuda", number)
     on_cuda = chosen.type == "cuda"
     try:
-        with torch.cuda.device(chosen) if on_cuda else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if on_cuda:
+                stack.enter_context(torch.cuda.device(chosen))
+            if on_cuda and separate_streams:
+                # Frames, batches and results are in the host's memory, so no tensor
+                # is used on two streams.
+                stream = torch.cuda.Stream(chosen)  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(stream))
             yield chosen
     finally:
         if number is not None:

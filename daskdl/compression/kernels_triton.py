@@ -22,6 +22,8 @@ S = slots of all blocks.
 # ruff: noqa: ANN001, ANN202
 
 import math
+import threading
+from typing import Any
 
 import torch
 import triton
@@ -264,6 +266,17 @@ def _apply_counts_(local_N, shared_N, counts_N, N, step, BLOCK: tl.constexpr):
     tl.store(local_N + positions, local + counts.to(tl.float32) * step, mask=inside)
 
 
+_launching = threading.Lock()
+
+
+def _launch(
+    compiled: Any, blocks: int, vector: Tensor, *args: Any, **options: Any
+) -> None:
+    """Run a kernel on the current stream; one thread at a time may compile it."""
+    with _launching, torch.cuda.device_of(vector):
+        compiled[(blocks,)](vector, *args, **options, enable_fp_fusion=False)
+
+
 class TritonGroup(VectorGroup):
     """See :class:`daskdl.compression.kernels.VectorGroup`."""
 
@@ -281,30 +294,28 @@ class TritonGroup(VectorGroup):
         counts_B = torch.empty(blocks, dtype=torch.int64, device=device)
         entries_S = torch.empty(blocks * SLOTS, dtype=torch.int32, device=device)
         distances_S = torch.empty(blocks * SLOTS, dtype=torch.float32, device=device)
-        with torch.cuda.device_of(local_N):
-            _stage[(blocks,)](
-                *(local_N, shared_N, counts_B, entries_S, distances_S),
-                *(N, grid, quantum, first_number, BLOCK, SLOTS, OVERFLOW),
-                num_warps=WARPS,
-                enable_fp_fusion=False,
+        _launch(
+            *(_stage, blocks, local_N, shared_N, counts_B, entries_S, distances_S),
+            *(N, grid, quantum, first_number, BLOCK, SLOTS, OVERFLOW),
+            num_warps=WARPS,
+        )
+        ends_B = counts_B.cumsum(0)
+        overflowing, K = divmod(int(ends_B[-1]), 1 << OVERFLOW)  # waits for the device
+        entries_K = torch.empty(K, dtype=torch.int32, device=device)
+        levels_K = torch.empty(K, dtype=torch.uint8, device=device)
+        if K:
+            _launch(
+                *(_list, triton.cdiv(blocks, BLOCKS), counts_B, ends_B, entries_S),
+                *(distances_S, entries_K, levels_K, blocks, quantum, most),
+                *(SLOTS, BLOCKS),
             )
-            ends_B = counts_B.cumsum(0)
-            overflowing, K = divmod(int(ends_B[-1]), 1 << OVERFLOW)  # waits
-            entries_K = torch.empty(K, dtype=torch.int32, device=device)
-            levels_K = torch.empty(K, dtype=torch.uint8, device=device)
-            if K:
-                _list[(triton.cdiv(blocks, BLOCKS),)](
-                    *(counts_B, ends_B, entries_S, distances_S, entries_K, levels_K),
-                    *(blocks, quantum, most, SLOTS, BLOCKS),
-                    enable_fp_fusion=False,
-                )
-            if overflowing:
-                _list_overflowing[(blocks,)](
-                    *(local_N, shared_N, counts_B, ends_B, entries_K, levels_K),
-                    *(N, grid, quantum, first_number, most, BLOCK, SLOTS),
-                    num_warps=WARPS,
-                    enable_fp_fusion=False,
-                )
+        if overflowing:
+            _launch(
+                *(_list_overflowing, blocks, local_N, shared_N, counts_B, ends_B),
+                *(entries_K, levels_K, N, grid, quantum, first_number, most),
+                *(BLOCK, SLOTS),
+                num_warps=WARPS,
+            )
         return entries_K, levels_K
 
     @override
@@ -328,25 +339,25 @@ class TritonGroup(VectorGroup):
         most = local_factor * bound
         clips = most < math.inf
         cut_B = torch.empty(blocks, dtype=torch.float64, device=entries_K.device)
-        with torch.cuda.device_of(entries_K):
-            _commit_[(blocks,)](
-                self.local_N,
-                self.shared_N,
-                entries_K,
-                levels_K,
-                cut_B,
-                self.start,
-                K,
-                count,
-                grid,
-                moved,
-                most if clips else 0.0,
-                LEVELS=levels_K is not None,
-                MOVES=moved != 0,
-                CLIPS=clips,
-                ENTRIES=ENTRIES,
-                enable_fp_fusion=False,
-            )
+        _launch(
+            _commit_,
+            blocks,
+            self.local_N,
+            self.shared_N,
+            entries_K,
+            levels_K,
+            cut_B,
+            self.start,
+            K,
+            count,
+            grid,
+            moved,
+            most if clips else 0.0,
+            LEVELS=levels_K is not None,
+            MOVES=moved != 0,
+            CLIPS=clips,
+            ENTRIES=ENTRIES,
+        )
         return float(cut_B.sum()) / local_factor if clips else 0.0
 
     @override
@@ -361,20 +372,20 @@ class TritonGroup(VectorGroup):
         if self.local_N.dtype != torch.float32 or not K:
             super().apply_(entries_K, count, grid, levels_K)
             return
-        with torch.cuda.device_of(entries_K):
-            _apply_[(triton.cdiv(K, ENTRIES),)](
-                self.local_N,
-                self.shared_N,
-                entries_K,
-                levels_K,
-                self.start,
-                K,
-                count,
-                grid,
-                LEVELS=levels_K is not None,
-                ENTRIES=ENTRIES,
-                enable_fp_fusion=False,
-            )
+        _launch(
+            _apply_,
+            triton.cdiv(K, ENTRIES),
+            self.local_N,
+            self.shared_N,
+            entries_K,
+            levels_K,
+            self.start,
+            K,
+            count,
+            grid,
+            LEVELS=levels_K is not None,
+            ENTRIES=ENTRIES,
+        )
 
     @override
     def apply_counts_(
@@ -385,14 +396,14 @@ class TritonGroup(VectorGroup):
         if local_N.dtype != torch.float32 or not N:
             super().apply_counts_(counts_N, grid, factor, where)
             return
-        with torch.cuda.device_of(local_N):
-            _apply_counts_[(triton.cdiv(N, BLOCK),)](
-                local_N,
-                shared_N,
-                counts_N,
-                N,
-                factor * grid,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-                enable_fp_fusion=False,
-            )
+        _launch(
+            _apply_counts_,
+            triton.cdiv(N, BLOCK),
+            local_N,
+            shared_N,
+            counts_N,
+            N,
+            factor * grid,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )

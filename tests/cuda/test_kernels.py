@@ -282,7 +282,7 @@ def test_whole_vectors_are_those_of_the_cpu(replica, dtype, apply):
         exchange(module, compressor, 1, dense=False)
         counts_N = np.arange(vector.size, dtype=np.int32) * 1000
         vector.add_residual_(counts_N, vector.grid)
-        with vector.showing_shared(counts_N):
+        with vector.showing_shared():
             shown.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
         vector.replace_shared_(vector.shared_counts() + counts_N, vector.grid)
         vector.apply_counts_(np.full(vector.size, 2**28 + 5, np.int32))

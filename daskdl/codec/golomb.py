@@ -158,7 +158,10 @@ def plan_blocks(
     for b in range(len(counts_B)):
         last = begin
         start = b * block
-        while last < len(entries_K) and abs(entries_K[last]) <= start + block:
+        stop = start + block
+        while last + 16 <= len(entries_K) and abs(entries_K[last + 15]) <= stop:
+            last += 16
+        while last < len(entries_K) and abs(entries_K[last]) <= stop:
             last += 1
         counts_B[b] = last - begin
         if last > begin:

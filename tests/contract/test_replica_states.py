@@ -44,6 +44,7 @@ def test_any_values_arrive(value):
     assert arrived == state
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by torch 2.11
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -34,7 +34,7 @@ from typing_extensions import override
 from daskdl.compression.kernels import (
     ALL,
     GUARD,
-    VectorGroup,
+    PinnedGroup,
     most_levels,
     own_factor,
 )
@@ -277,7 +277,7 @@ def _launch(
         compiled[(blocks,)](vector, *args, **options, enable_fp_fusion=False)
 
 
-class TritonGroup(VectorGroup):
+class TritonGroup(PinnedGroup):
     """See :class:`daskdl.compression.kernels.VectorGroup`."""
 
     @override

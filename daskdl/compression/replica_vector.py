@@ -15,10 +15,13 @@ Shape suffixes: N = parameters over all groups, K = entries of one update.
 """
 
 import contextlib
+import functools
 import itertools
+import logging
 import math
 import operator
 import struct
+import subprocess
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,8 +34,15 @@ from torch import Tensor
 from daskdl.codec import DenseUpdate, Update
 from daskdl.compression import kernels_numba
 from daskdl.compression.flat import FlatParameters, empty, grid_for, working_dtype
-from daskdl.compression.kernels import INT32_MAX, VectorGroup, own_factor
+from daskdl.compression.kernels import (
+    INT32_MAX,
+    PinnedGroup,
+    VectorGroup,
+    own_factor,
+)
 from daskdl.errors import CodecError, RunError
+
+logger = logging.getLogger(__name__)
 
 Counts = npt.NDArray[np.int32]
 Where = slice | Tensor  # positions within a group
@@ -45,8 +55,28 @@ NEIGHBORS = 16  # neighboring values in a sample: a cache line of float32
 
 
 def kernels_for(device: torch.device) -> type[VectorGroup]:
-    """Return the fastest kernels for a device: compiled ones exist for the CPU only."""
-    return kernels_numba.NumbaGroup if device.type == "cpu" else VectorGroup
+    """Return the fastest kernels for a device."""
+    if device.type == "cpu":
+        return kernels_numba.NumbaGroup
+    return triton_or_torch(device) if device.type == "cuda" else VectorGroup
+
+
+@functools.cache
+def triton_or_torch(device: torch.device) -> type[VectorGroup]:
+    """Return kernels in Triton, or torch operations if Triton cannot compile here."""
+    try:
+        from daskdl.compression.kernels_triton import TritonGroup
+
+        ones, zeros = torch.ones(2, device=device), torch.zeros(2, device=device)
+        TritonGroup(ones, ones, zeros.int(), 0).find(count=1, grid=0.5)
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "exchanges use torch operations instead of Triton's kernels, which are "
+            "faster: %s; Triton needs a C compiler and the headers of Python",
+            error,
+        )
+        return PinnedGroup
+    return TritonGroup
 
 
 def count_of(threshold: float, grid: float) -> int:

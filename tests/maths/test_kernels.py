@@ -2,8 +2,10 @@
 
 import math
 import os
+import sys
 from importlib import import_module
 from importlib.util import find_spec
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from daskdl.codec import Kind, SparseUpdate, Stamp
 from daskdl.compression import replica_vector
 from daskdl.compression.kernels import PinnedGroup, VectorGroup, own_factor
 from daskdl.compression.kernels_numba import NumbaGroup
-from daskdl.compression.replica_vector import fold_, kernels_for
+from daskdl.compression.replica_vector import fold_, kernels_for, triton_or_torch
 from daskdl.training.gradient_sharing import GradientSharing
 from tests.support.problems import rows, trainer
 
@@ -32,9 +34,12 @@ INTERPRETED = pytest.mark.skipif(
 )
 
 
+KERNELS_IN_TRITON = "daskdl.compression.kernels_triton"
+
+
 def triton_group(*vectors):
     """Make a group whose kernels Triton interprets on the CPU, or runs on CUDA."""
-    return import_module("daskdl.compression.kernels_triton").TritonGroup(*vectors)
+    return import_module(KERNELS_IN_TRITON).TritonGroup(*vectors)
 
 
 KERNELS = [
@@ -358,10 +363,48 @@ def compare_with_torch(kernels, kernels_device, problem, dtype, momentum):
         assert torch.equal(by_kernel.cpu(), by_torch)
 
 
-def test_compiled_kernels_are_for_the_cpu_and_torch_operations_for_all_else():
+def test_compiled_kernels_are_for_the_cpu_and_cuda_and_torch_operations_for_all_else(
+    monkeypatch,
+):
+    monkeypatch.setattr(replica_vector, "triton_or_torch", lambda device: PinnedGroup)
+
     kinds = [kernels_for(torch.device(name)) for name in ("cpu", "cuda:1", "mps")]
 
-    assert kinds == [NumbaGroup, VectorGroup, VectorGroup]
+    assert kinds == [NumbaGroup, PinnedGroup, VectorGroup]
+
+
+@pytest.fixture
+def no_kernels_chosen():
+    triton_or_torch.cache_clear()
+    yield
+    triton_or_torch.cache_clear()
+
+
+def test_without_triton_torch_operations_are_for_cuda(
+    no_kernels_chosen, monkeypatch, caplog
+):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, KERNELS_IN_TRITON, raising=False)
+
+    assert triton_or_torch(torch.device("cpu")) is PinnedGroup
+    assert "Triton needs a C compiler" in caplog.text
+
+
+@TRITON
+@INTERPRETED
+def test_kernels_in_triton_are_for_cuda_if_they_compile(
+    no_kernels_chosen, monkeypatch, caplog
+):
+    kind = import_module(KERNELS_IN_TRITON).TritonGroup
+
+    chosen = triton_or_torch(torch.device("cpu"))
+    triton_or_torch.cache_clear()
+    no_compiler = Mock(side_effect=RuntimeError("Failed to find C compiler"))
+    monkeypatch.setattr(kind, "find", no_compiler)
+    without_compiler = triton_or_torch(torch.device("cpu"))
+
+    assert (chosen, without_compiler) == (kind, PinnedGroup)
+    assert caplog.text.count("Failed to find C compiler") == 1
 
 
 FITS = [

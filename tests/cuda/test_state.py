@@ -1,5 +1,6 @@
 """What a fit leaves and begins with: checkpoints, saves, scores, random numbers."""
 
+import functools
 import json
 import math
 
@@ -134,7 +135,8 @@ def test_a_saved_trainer_goes_on_as_the_one_that_was_saved(device, options, tmp_
     fitted = fit(device, epochs=2, optimizer=fused, **options)
 
     fitted.save(tmp_path)
-    loaded = Trainer.load(
+    load = functools.partial(
+        Trainer.load,
         tmp_path,
         client=False,
         trusted=["tests"],
@@ -142,6 +144,7 @@ def test_a_saved_trainer_goes_on_as_the_one_that_was_saved(device, options, tmp_
         optimizer=fused,
         loss=nn.CrossEntropyLoss(),
     )
+    loaded, elsewhere = load(), load(device="cpu")
 
     assert torch.device(loaded.device) == device
     torch.testing.assert_close(loaded.predict(X), fitted.predict(X), rtol=0, atol=0)
@@ -150,15 +153,6 @@ def test_a_saved_trainer_goes_on_as_the_one_that_was_saved(device, options, tmp_
         for run in (fitted, loaded)
     ]
     assert losses[0] == losses[1]
-    elsewhere = Trainer.load(
-        tmp_path,
-        client=False,
-        trusted=["tests"],
-        model=net,
-        optimizer=fused,
-        loss=nn.CrossEntropyLoss(),
-        device="cpu",
-    )
     history = elsewhere.fit(X, Y, epochs=2, batch_size=12)
     assert history.column("loss") == pytest.approx(losses[0], rel=1e-3)
 

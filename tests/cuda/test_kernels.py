@@ -27,7 +27,7 @@ from daskdl.codec import Stamp
 from daskdl.compression import replica_vector
 from daskdl.compression.compressor import Compressor
 from daskdl.compression.flat import FlatParameters
-from daskdl.compression.kernels import GUARD, VectorGroup
+from daskdl.compression.kernels import GUARD, PinnedGroup, VectorGroup
 from daskdl.compression.kernels_numba import NumbaGroup
 from tests.support.devices import DEVICE, needs_cuda
 
@@ -40,6 +40,8 @@ if DEVICE.type == "cuda" and find_spec("triton"):
     KINDS["TritonGroup"] = import_module(
         "daskdl.compression.kernels_triton"
     ).TritonGroup
+# This one differs in its copies only, which a replica makes.
+COPYING = {"PinnedGroup": PinnedGroup} if DEVICE.type == "cuda" else {}
 NAMES = {torch.float32: "float32", torch.float64: "float64"}
 HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -205,12 +207,12 @@ THRESHOLDS = {
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=KINDS | COPYING)
 def replica(request, monkeypatch):
     """Return a function that makes a replica on the CPU or the device."""
 
     def make(place, dtype, threshold, **options):
-        kind = NumbaGroup if place == "cpu" else KINDS[request.param]
+        kind = NumbaGroup if place == "cpu" else (KINDS | COPYING)[request.param]
         monkeypatch.setattr(replica_vector, "kernels_for", lambda device: kind)
         module = Layers(dtype).to(place)
         parameters = FlatParameters(module)

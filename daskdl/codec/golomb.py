@@ -17,7 +17,10 @@ numba checks neither.
 Shape suffixes: K = entries of one update, B = blocks.
 """
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
@@ -30,6 +33,7 @@ from numba.extending import intrinsic
 from daskdl.errors import CodecError
 
 Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 BLOCK = 4096  # parameters that share a Rice parameter
@@ -231,12 +235,14 @@ def write_stream(
     at: int,
     held: np.uint64,
     entries_K: npt.NDArray[np.int32],
+    start: int,
     block: int,
     counts_B: npt.NDArray[np.int32],
     rices_B: npt.NDArray[np.int32],
 ) -> int:
-    """Write all codes from bit ``at`` on, with headers of blocks; return the end.
+    """Write codes from bit ``at`` on, with headers of blocks; return the end.
 
+    The first block starts at position ``start``.
     ``words`` are zeros, with at least one more bit than the codes fill. ``held`` has
     the bits before ``at`` in the word of ``at``.
     """
@@ -251,10 +257,38 @@ def write_stream(
             width = 1 + HEADER_BITS if full else 1
             header = header if full else np.uint64(0)
             at, held = write_bits(words, at, held, header, width)
-        at, held = write_codes(words, at, held, entries_K[begin:last], b * block, rice)
+        at, held = write_codes(
+            words, at, held, entries_K[begin:last], start + b * block, rice
+        )
         begin = last
     words[at >> 6] = held
     return at
+
+
+@compiled
+def append_bits(
+    words: npt.NDArray[np.uint64], at: int, part: npt.NDArray[np.uint64], bits: int
+) -> int:
+    """Copy bits to bit ``at`` of words that are zero from there on; return the end."""
+    if (at + bits) >> 6 >= len(words) or bits > 64 * len(part):
+        raise IndexError
+    word, shift = at >> 6, np.uint64(at & 63)
+    for i in range((bits + 63) >> 6):
+        words[word + i] |= part[i] << shift
+        # Twice: a shift by 64 bits is undefined.
+        carried = (part[i] >> np.uint64(1)) >> (np.uint64(63) - shift)
+        if carried:  # within the bits, as those after them are zero
+            words[word + i + 1] = carried
+    return at + bits
+
+
+def started(
+    pool: ThreadPoolExecutor | None, function: Callable[..., T], *arguments: Any
+) -> Callable[[], T]:
+    """Start a function in a thread, or without threads when its result is asked."""
+    if pool is None:
+        return functools.partial(function, *arguments)
+    return pool.submit(function, *arguments).result
 
 
 class Packing(NamedTuple):
@@ -267,18 +301,24 @@ class Packing(NamedTuple):
     length: int  # bytes of the body, its first byte included
 
 
-def plan(size: int, entries_K: npt.NDArray[np.int32]) -> Packing:
+def plan(
+    size: int,
+    entries_K: npt.NDArray[np.int32],
+    pool: ThreadPoolExecutor | None = None,
+) -> Packing:
     """Choose the Rice parameters and count the bytes of the body.
 
     Args:
         size: N.
         entries_K: Signed one-based positions, int32, strictly ascending.
+        pool: Another thread that may work at the same time.
 
     Returns:
         The plan with the fewest bytes; of equals, one Rice parameter for all gaps.
     """
-    undivided = plan_with(WHOLE, size, entries_K)
+    planned = started(pool, plan_with, WHOLE, size, entries_K)
     in_blocks = plan_with(BLOCK, size, entries_K)
+    undivided = planned()
     return undivided if undivided.length <= in_blocks.length else in_blocks
 
 
@@ -292,19 +332,67 @@ def plan_with(block: int, size: int, entries_K: npt.NDArray[np.int32]) -> Packin
     return Packing(block, entries_K, counts_B, rices_B, 1 + (bits + 7) // 8)
 
 
-def pack(packing: Packing, appended: Bytes = NOTHING) -> Bytes:
+class Segment(NamedTuple):
+    """Neighboring blocks, or neighboring entries of a plan without blocks."""
+
+    entries_K: npt.NDArray[np.int32]
+    start: int  # position at which the first gap starts
+    block: int
+    counts_B: npt.NDArray[np.int32]
+    rices_B: npt.NDArray[np.int32]
+
+    def written(self, length: int) -> tuple[npt.NDArray[np.uint64], int]:
+        """Return up to ``length`` words of codes, and the number of their bits."""
+        words = np.zeros(length, np.uint64)  # memory is only used where it is written
+        return words, write_stream(words, 0, np.uint64(0), *self)
+
+
+def segments(packing: Packing, most: int) -> Iterator[Segment]:
+    """Cut a plan into segments of similar numbers of entries."""
+    block, entries_K, counts_B, rices_B, _ = packing
+    cuts = [len(entries_K) * i // most for i in range(most + 1)]
+    if block == WHOLE:
+        for begin, end in itertools.pairwise(cuts):
+            start = abs(int(entries_K[begin - 1])) if begin else 0
+            counts = np.array([end - begin], np.int32)
+            yield Segment(entries_K[begin:end], start, block, counts, rices_B)
+        return
+    ends_B = np.append(0, np.cumsum(counts_B))
+    borders = [0, *np.searchsorted(ends_B, cuts[1:-1]).tolist(), len(counts_B)]
+    for left, right in itertools.pairwise(borders):
+        entries = entries_K[ends_B[left] : ends_B[right]]
+        blocks = slice(left, right)
+        yield Segment(entries, left * block, block, counts_B[blocks], rices_B[blocks])
+
+
+def pack(
+    packing: Packing,
+    appended: Bytes = NOTHING,
+    pool: ThreadPoolExecutor | None = None,
+    parts: int = 1,
+) -> Bytes:
     """Write the body of a plan with one entry or more, and bytes after it.
+
+    Args:
+        packing: Result of :func:`plan`.
+        appended: Bytes after the body.
+        pool: Other threads, which write all parts but the first.
+        parts: Number of parts that may be written at the same time.
 
     Example:
         >>> import numpy as np
         >>> pack(plan(10, np.array([1, -4, 10], np.int32))).tobytes().hex(" ")
         '01 89 01'
     """
-    block, entries_K, counts_B, rices_B, length = packing
+    length = packing.length
     words = np.zeros((length + len(appended)) // 8 + 1, np.uint64)
-    mode = np.uint64(PER_BLOCK if block == BLOCK else rices_B[0])
+    mode = np.uint64(PER_BLOCK if packing.block == BLOCK else packing.rices_B[0])
+    first_segment, *others = segments(packing, parts)
+    written = [started(pool, segment.written, len(words)) for segment in others]
     # The first byte is the first bits of the stream.
-    write_stream(words, 8, mode, entries_K, block, counts_B, rices_B)
+    at = write_stream(words, 8, mode, *first_segment)
+    for part in written:
+        at = append_bits(words, at, *part())
     body = words.astype("<u8", copy=False).view(np.uint8)[: length + len(appended)]
     body[length:] = appended
     return body

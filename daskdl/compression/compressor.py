@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from daskdl import codec
@@ -216,7 +217,8 @@ class Compressor:
             threshold = group.next_threshold(group.sent, grid)
             count = round(threshold / grid)
             parts = group.residual.find(count)
-            body = codec.pack(size, *on_host(parts))
+            threads = torch.get_num_threads()
+            body = codec.pack(size, *on_host(parts), threads=threads)
             updates.append(PendingSparse(pattern, grid, count, threshold, parts, body))
         return updates
 

@@ -12,6 +12,7 @@ from daskdl.codec import (
     decode,
     encode,
     encode_dense,
+    pack,
     payload_sizes,
 )
 
@@ -103,6 +104,31 @@ def test_the_counted_sizes_are_exact_and_the_smallest_kind_is_chosen(update):
     assert counted == lengths
     chosen = decode(encode(STAMP, size, 0.5, entries)).kind
     assert counted[chosen] == min(counted.values())
+
+
+@pytest.fixture(scope="module")
+def _threads_for_few_entries():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("daskdl.codec.frame.PARALLEL_ENTRIES", 1)
+        yield
+
+
+@pytest.mark.usefixtures("_threads_for_few_entries")
+@pytest.mark.parametrize("kind", [None, Kind.LEVELS, *SPARSE], ids=str)
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(update=updates(), share_of_one=st.sampled_from([0.5, 0.99, 1.0]))
+def test_threads_pack_the_same_bytes(kind, update, share_of_one):
+    size, entries = update
+    generator = np.random.default_rng(size)
+    levels = generator.geometric(share_of_one, len(entries)).clip(1, 15)
+    levels = levels.astype(np.uint8)
+
+    bodies = [
+        pack(size, entries, levels, kind, threads=threads) for threads in (1, 2, 5)
+    ]
+
+    payloads = {(body.kind, body.flags, body.payload.tobytes()) for body in bodies}
+    assert len(payloads) == 1
 
 
 @pytest.mark.parametrize("kind", [Kind.GAPS, Kind.BITMAP], ids=lambda kind: kind.name)

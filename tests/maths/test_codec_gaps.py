@@ -99,6 +99,17 @@ def test_the_shorter_of_both_ways_is_written_as_documented_and_read(positions):
     assert golomb.plan(SIZE, entries).length == min(map(len, bodies))
 
 
+@pytest.mark.parametrize("parts", [2, 3, 40])
+@pytest.mark.parametrize("block", [golomb.WHOLE, golomb.BLOCK])
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+def test_parts_are_joined_to_the_same_bytes(positions, block, parts):
+    plan = golomb.plan_with(block, SIZE, signed(positions))
+
+    body = golomb.pack(plan, np.array([7, 9], np.uint8), parts=parts)
+
+    assert body.tobytes() == golomb.pack(plan).tobytes() + bytes([7, 9])
+
+
 def test_blocks_of_4097_parameters_literally():
     entries = np.array([1, -4097], np.int32)
     plan = golomb.plan_with(golomb.BLOCK, 4097, entries)

@@ -7,6 +7,7 @@ whether glibc keeps freed memory.
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import threading
 from collections import Counter
@@ -20,6 +21,7 @@ from torch import Tensor
 from daskdl.errors import OptionError
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class _Setting(Generic[T]):
@@ -120,6 +122,11 @@ _device_lock = threading.Lock()
 _replicas_by_device: Counter[int] = Counter()  # keys: numbers of CUDA devices
 
 
+def is_divided(device: str | torch.device) -> bool:
+    """Whether replicas divide the CUDA devices of their process among them."""
+    return str(device) in ("auto", "cuda")
+
+
 @contextlib.contextmanager
 def device_for(device: str) -> Iterator[torch.device]:
     """Context manager: choose the device of a replica.
@@ -138,7 +145,7 @@ def device_for(device: str) -> Iterator[torch.device]:
     check_device(device)
     chosen = torch.device("cpu" if device == "auto" else device)
     count, number = _device_count(), None
-    if count and device in ("auto", "cuda"):
+    if count and is_divided(device):
         with _device_lock:
             number = min(range(count), key=_replicas_by_device.__getitem__)
             _replicas_by_device[number] += 1
@@ -164,16 +171,20 @@ def device_to_evaluate_on(device: str) -> torch.device:
     """Return the device of this process on which models are evaluated.
 
     Args:
-        device: ``"auto"``, which is CUDA, or the CPU without CUDA; or the name of a
-            torch device.
+        device: ``"auto"``, which is CUDA; or the name of a torch device. Without CUDA,
+            the CPU replaces it, so that a trainer that was saved on a machine with CUDA
+            can be used on others.
 
     Raises:
-        OptionError: If this process does not have the device.
+        OptionError: If this process has CUDA devices, but not the one that is named.
     """
+    chosen = torch.device("cuda" if device == "auto" else device)
+    if chosen.type == "cuda" and not _device_count():
+        if device != "auto":
+            logger.warning("no CUDA device for device=%r: the CPU is used", device)
+        return torch.device("cpu")
     check_device(device)
-    if device == "auto":
-        device = "cuda" if _device_count() else "cpu"
-    return torch.device(device)
+    return chosen
 
 
 def _device_count() -> int:
@@ -262,11 +273,24 @@ def freed_memory_kept() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def process_environment(device: str, threads: int) -> Iterator[torch.device]:
-    """Set up the process for a replica; the last replica to leave restores it."""
-    with (
-        device_for(device) as chosen,
-        torch_threads(threads),
-        freed_memory_kept(),
-        random_state_kept(chosen),
-    ):
-        yield chosen
+    """Set up the process for a replica; the last replica to leave restores it.
+
+    A device that has failed, for example by a device-side assert, is left as it is: the
+    replica has reported its error, which another one must not replace.
+    """
+    on_device = contextlib.ExitStack()
+    with torch_threads(threads), freed_memory_kept():
+        chosen = on_device.enter_context(device_for(device))
+        try:
+            on_device.enter_context(random_state_kept(chosen))
+            yield chosen
+        finally:
+            try:
+                on_device.close()
+            except RuntimeError as error:  # torch's errors of a device
+                logger.warning(
+                    "this process can no longer use %s: %s; restart it, or the "
+                    "workers with client.restart()",
+                    chosen,
+                    error,
+                )

@@ -164,8 +164,8 @@ def predict(
         keyed: Whether outputs have keys, see :meth:`Trainer.predict`.
         transform: Applied to each batch, see :class:`Trainer`.
         label: Column, or key, of `X` to leave out.
-        device: Device of the model on each worker: a torch device; or ``"auto"``: CUDA,
-            or the CPU without CUDA.
+        device: Device of the model on each worker: a torch device; or ``"auto"``: CUDA.
+            Workers without CUDA use their CPU.
 
     Returns:
         The outputs in order, lazy if the data are lazy, see :meth:`Trainer.predict`.

@@ -107,8 +107,8 @@ def evaluate(
         transform: Applied to each batch, see :class:`Trainer`.
         label: Column or key of `X` that contains the labels, see :meth:`Trainer.fit`.
         on_bad_batch: What happens to unreadable parts, see :meth:`Trainer.fit`.
-        device: Device of the model on each worker: a torch device; or ``"auto"``: CUDA,
-            or the CPU without CUDA.
+        device: Device of the model on each worker: a torch device; or ``"auto"``: CUDA.
+            Workers without CUDA use their CPU.
 
     Returns:
         A dict of the values over all rows, by name, which prints as a report.

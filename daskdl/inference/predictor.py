@@ -519,8 +519,8 @@ class Predictor:
         client: Synchronous client. None: the default client, or a `LocalCluster` for
             this predictor if there is none. False: replicas are threads of this
             process.
-        device: Device of the models: a torch device; or ``"auto"``: CUDA, or the CPU
-            without CUDA.
+        device: Device of the models: a torch device; or ``"auto"``: CUDA. Workers
+            without CUDA use their CPU.
 
     Attributes:
         columns: Names of the columns of tables, in the order that the model expects,

@@ -34,7 +34,7 @@ from daskdl.config import Bound
 from daskdl.data.source import Source, rows_in
 from daskdl.errors import OptionError, SaveError
 from daskdl.observe.tables import Row
-from daskdl.process_settings import process_environment
+from daskdl.process_settings import is_divided, process_environment
 from daskdl.serialization import Packed
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import LocalStore
@@ -369,10 +369,11 @@ def _check_sync_point(point: SyncPoint, run: RunSpec, url: str) -> None:
 HERE = "this machine"  # location of the replicas in messages
 
 
-def replicas_here(master: TrainingMaster, most: int) -> int:
+def replicas_here(master: TrainingMaster, device: str | torch.device, most: int) -> int:
     """Choose the number of replicas in this process."""
     each = master.replicas_per_worker
-    wanted = max(1, torch.cuda.device_count()) if each == "auto" else int(each)
+    devices = torch.cuda.device_count() if is_divided(device) else 1
+    wanted = max(1, devices) if each == "auto" else int(each)
     replicas = limit_replicas(wanted, most)
     if master.min_replicas > replicas:
         raise OptionError(
@@ -389,7 +390,7 @@ class LocalBackend(Backend):
     def __init__(self, spec: ReplicaSpec, sources: Mapping[str, Source]) -> None:
         self._packed = Packed(spec, "trainer", here=True)
         most = most_replicas(sources["train"], spec)
-        replicas = replicas_here(spec.master, most)
+        replicas = replicas_here(spec.master, spec.device, most)
         self.workers = dict.fromkeys(range(replicas), HERE)
         self._spec = spec
         self._sources = {

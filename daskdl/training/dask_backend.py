@@ -47,7 +47,7 @@ from daskdl.data.distribute import (
 from daskdl.data.source import Source
 from daskdl.errors import ChannelError, WaitTimeoutError
 from daskdl.observe.tables import Row
-from daskdl.process_settings import process_environment
+from daskdl.process_settings import is_divided, process_environment
 from daskdl.serialization import Packed
 from daskdl.training.backend import (
     POLL_S,
@@ -253,13 +253,17 @@ TRANSIENT_ERRORS = (
 
 
 def assign_workers(
-    master: TrainingMaster, client: Client, most: int, first_replica: int = 0
+    master: TrainingMaster,
+    device: str | torch.device,
+    client: Client,
+    most: int,
+    first_replica: int = 0,
 ) -> dict[int, str]:
     """Choose the workers of the initial replicas, numbered from `first_replica`."""
     check_annotations()
     workers = workers_of(client)
     try:
-        each = replicas_on(master, client, workers)
+        each = replicas_on(master, device, client, workers)
     except OSError as error:
         there = responsive(client, workers)
         if not there or there.issuperset(workers):
@@ -267,18 +271,23 @@ def assign_workers(
         gone = sorted({*workers} - there)
         logger.warning("no replica on %s: %s", ", ".join(gone), error)
         workers = sorted(there)
-        each = replicas_on(master, client, workers)
+        each = replicas_on(master, device, client, workers)
     # Round robin, so that truncation leaves the load balanced.
     places = [w for i in range(max(each.values())) for w in workers if i < each[w]]
     return dict(enumerate(places[: limit_replicas(len(places), most)], first_replica))
 
 
 def replicas_on(
-    master: TrainingMaster, client: Client, workers: Sequence[str]
+    master: TrainingMaster,
+    device: str | torch.device,
+    client: Client,
+    workers: Sequence[str],
 ) -> dict[str, int]:
     """Return the number of replicas for each of these workers."""
     if master.replicas_per_worker != "auto":
         return dict.fromkeys(workers, int(master.replicas_per_worker))
+    if not is_divided(device):
+        return dict.fromkeys(workers, 1)
     bound = master.timeouts().bound("request")
     what = "how many CUDA devices they have"
     devices = answers_of(client, workers, torch.cuda.device_count, bound, what)
@@ -613,11 +622,14 @@ class DaskBackend(Backend):
         if room <= 0:
             return
         try:
-            wanted = replicas_on(self._spec.master, self._client, [worker])[worker]
+            spec = self._spec
+            each = replicas_on(spec.master, spec.device, self._client, [worker])
         except OSError as error:
             self._retry_later(worker, error)
             return
-        answer = self._ask(protocol.ASSIGN, worker=worker, replicas=min(wanted, room))
+        answer = self._ask(
+            protocol.ASSIGN, worker=worker, replicas=min(each[worker], room)
+        )
         joining = dict.fromkeys(answer.get("replicas", ()), worker)
         self.workers |= joining
         if joining:
@@ -815,7 +827,7 @@ def dask_backend(
     """
     packed = Packed(spec, "trainer")
     most = most_replicas(sources["train"], spec)
-    assigned = assign_workers(spec.master, client, most, first_replica)
+    assigned = assign_workers(spec.master, spec.device, client, most, first_replica)
     workers = sorted(set(assigned.values()))
     bound = spec.timeouts.bound("request")
     with contextlib.ExitStack() as stack:

@@ -136,9 +136,10 @@ def steps_of_replica(
     batches = full if spec.drop_last else full + bool(remainder)
     steps = math.ceil(batches / spec.stepping.accumulate)
     if client is False:
-        replicas = replicas_here(spec.master, max(steps, 1))
+        replicas = replicas_here(spec.master, spec.device, max(steps, 1))
     else:
-        replicas = len(assign_workers(spec.master, client, max(steps, 1)))
+        assigned = assign_workers(spec.master, spec.device, client, max(steps, 1))
+        replicas = len(assigned)
     return spec.epochs * math.ceil(steps / replicas)
 
 

@@ -518,7 +518,7 @@ class GradientSharing(TrainingMaster):
             up to ``fan_out + 1`` replicas, each sends directly to all others.
         replicas_per_worker: Replicas in each worker process, or in this process with
             ``client=False``; ``"auto"`` is one per CUDA device of the process, else
-            one.
+            one; always one if the trainer's `device` is one, such as ``"cuda:1"``.
         min_replicas: Training waits while there are fewer replicas. With
             ``client=False`` no replica can join, so fewer are refused at the start.
         rejoin_timeout: Most seconds to wait for `min_replicas`, or for a worker after

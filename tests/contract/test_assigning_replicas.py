@@ -47,9 +47,9 @@ class Cluster:
         return {worker: self.devices[worker] for worker in workers}
 
 
-def seats(cluster, each=1, examples=1000, batch_size=10):
+def seats(cluster, each=1, examples=1000, batch_size=10, device="auto"):
     master = GradientSharing(replicas_per_worker=each)
-    return assign_workers(master, cluster, most(examples, batch_size))
+    return assign_workers(master, device, cluster, most(examples, batch_size))
 
 
 def most(examples, step_rows=10):
@@ -63,6 +63,14 @@ def test_every_worker_has_a_replica_in_a_fixed_order():
 
 def test_auto_is_one_for_each_device_or_one_without_devices():
     assert seats(Cluster(a=0, b=3), each="auto") == {0: "a", 1: "b", 2: "b", 3: "b"}
+
+
+ONE_PLACE = pytest.mark.parametrize("device", ["cpu", torch.device("cuda", 1)])
+
+
+@ONE_PLACE
+def test_auto_is_one_if_all_replicas_of_a_worker_had_the_same_device(device):
+    assert seats(Cluster(a=0, b=3), each="auto", device=device) == {0: "a", 1: "b"}
 
 
 @pytest.fixture
@@ -111,16 +119,23 @@ def test_a_cluster_without_workers_is_refused():
         seats(Cluster())
 
 
-def here(each=1, least=1, examples=1000):
+def here(each=1, least=1, examples=1000, device="auto"):
     master = GradientSharing(replicas_per_worker=each, min_replicas=least)
-    return replicas_here(master, most(examples))
+    return replicas_here(master, device, most(examples))
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(0, 1), (3, 3)])
 def test_auto_without_a_cluster_is_one_for_each_device(devices, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
 
-    assert here("auto") == expected
+    assert here("auto") == here("auto", device="cuda") == expected
+
+
+@ONE_PLACE
+def test_auto_without_a_cluster_is_one_if_the_device_is_named(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+
+    assert here("auto", device=device) == 1
 
 
 def test_min_replicas_above_the_replicas_of_this_process_are_refused():

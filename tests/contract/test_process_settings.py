@@ -13,6 +13,7 @@ from daskdl.process_settings import (
     device_for,
     device_to_evaluate_on,
     freed_memory_kept,
+    process_environment,
     random_state_kept,
     seed_generators,
     torch_threads,
@@ -42,7 +43,8 @@ def test_without_a_cuda_device_it_is_the_cpu(monkeypatch):
 
     with device_for("auto") as device:
         assert device == torch.device("cpu")
-    assert device_to_evaluate_on("auto") == torch.device("cpu")
+    for name in ("auto", "cuda", "cuda:1"):
+        assert device_to_evaluate_on(name) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,25 @@ def test_a_replica_seeds_the_cpu_and_its_own_device(two_devices, monkeypatch):
             assert torch.initial_seed() == 98
 
     assert seeds == [98]
+
+
+def test_a_device_that_has_failed_is_warned_of_and_hides_no_error(
+    two_devices, monkeypatch, caplog
+):
+    def fail(*arguments):
+        raise RuntimeError("device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", fail)
+
+    with process_environment("cuda:1", threads=1):
+        pass
+    with pytest.raises(KeyError), process_environment("cuda:1", threads=1):
+        raise KeyError
+
+    first, second = caplog.messages
+    assert first == second
+    assert first.startswith("this process can no longer use cuda:1: device-side assert")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import functools
 import os
 import signal
 
-import dask
 import numpy as np
 import pytest
 import torch
@@ -16,11 +15,15 @@ from tests.support import promises
 from tests.support.clusters import (
     Script,
     TookPart,
-    cluster_of,
     enough,
     still_left_behind,
 )
-from tests.support.devices import DEVICE, OutOfMemory, tensor_bytes
+from tests.support.devices import (
+    DEVICE,
+    OutOfMemory,
+    cluster_on_device,
+    tensor_bytes,
+)
 from tests.support.problems import adam, kept, mlp, normalised, rows, trainer
 from tests.support.promises import Interrupt, Place
 from tests.support.recording import Recorded, records
@@ -34,20 +37,7 @@ MASTERS = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def two_workers():
-    """On a device workers start as Dask starts them: forks cannot use CUDA.
-
-    If what they are forks of has only asked whether there is a device, that is enough.
-    """
-    method = "forkserver" if DEVICE.type == "cpu" else "spawn"
-    with (
-        dask.config.set(
-            {
-                "distributed.worker.multiprocessing-method": method,
-                "distributed.deploy.lost-worker-timeout": "90s",
-            }
-        ),
-        cluster_of(2) as client,
-    ):
+    with cluster_on_device(2) as client:
         yield client
 
 

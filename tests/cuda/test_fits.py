@@ -369,14 +369,24 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_a_device_that_is_not_there_is_refused(use):
-    missing = f"cuda:{torch.cuda.device_count()}"
+def test_a_device_beside_those_that_are_there_is_refused(use, monkeypatch):
     fitted = trainer(False)
     fitted.fit(X, Y)
-    fitted.device = missing
+    fitted.device = "cuda:7"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
-    with pytest.raises(OptionError, match=f"device '{missing}' does not exist"):
+    with pytest.raises(OptionError, match="device 'cuda:7' does not exist"):
         use(fitted)
+
+
+def test_a_fit_is_refused_if_there_is_no_cuda_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    with pytest.raises(
+        OptionError, match="device 'cuda' does not exist: torch finds 0"
+    ):
+        trainer(False, device="cuda").fit(X, Y)
 
 
 def test_models_are_evaluated_where_they_are_trained(place):

@@ -1,12 +1,16 @@
 """The device of the tests in tests/cuda, and what tests see of it."""
 
+import contextlib
 import gc
 import os
 import threading
 
+import dask
 import pytest
 import torch
 from torch import nn
+
+from tests.support.clusters import cluster_of
 
 # ``DASKDL_TEST_DEVICE``; else CUDA where there is a device, or the CPU.
 DEVICE = torch.device(
@@ -20,6 +24,21 @@ needs_cuda = pytest.mark.skipif(
 )
 
 
+@contextlib.contextmanager
+def cluster_on_device(workers):
+    """A client of so many workers, which are started as Dask starts them.
+
+    Forks would do as well, as long as what they are forks of has not used CUDA.
+    """
+    method = "forkserver" if DEVICE.type == "cpu" else "spawn"
+    options = {
+        "distributed.worker.multiprocessing-method": method,
+        "distributed.deploy.lost-worker-timeout": "90s",
+    }
+    with dask.config.set(options), cluster_of(workers) as client:
+        yield client
+
+
 def tensor_bytes():
     """Bytes of the tensors of this process on the device.
 
@@ -29,6 +48,7 @@ def tensor_bytes():
     if DEVICE.type == "cuda":
         # Each thread that multiplies matrices has memory for it, for later threads.
         torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()  # memory that several streams have used is freed late
         return torch.cuda.memory_allocated(DEVICE)
     tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
     return sum(tensor.nbytes for tensor in tensors)

@@ -280,7 +280,7 @@ class Exchanger:
         levels_K = None if levels is None else torch.from_numpy(levels).to(self._device)
         laps.end("to the device")
         vectors.commit_(
-            *(entries_K, count, vector.grid, math.inf, vector.local_factor, levels_K)
+            entries_K, count, vector.grid, math.inf, vector.local_factor, levels_K
         )
         laps.end("commit_")
         vectors.apply_(entries_K, count, vector.grid, levels_K)

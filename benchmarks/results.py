@@ -302,7 +302,11 @@ class Question:
         seeds = getattr(asked, "seeds", [0])
         columns = columns_of(self.columns)
         result = Result(
-            *(self.name, columns, [], command, seeds),
+            self.name,
+            columns,
+            [],
+            command,
+            seeds,
             hardware=hardware_here(getattr(asked, "device", "cpu")),
         )
 

@@ -225,7 +225,7 @@ class Fits:
     def _loop(self, **options: Any) -> Loop:
         data = self._data(8 * self._sizes.batch)
         return Loop(
-            *(self._model, self._optimizer, data, self._sizes, self._device), **options
+            self._model, self._optimizer, data, self._sizes, self._device, **options
         )
 
     def _row(self, step_ms: float, plain_ms: float, **columns: Any) -> dict[str, Any]:

@@ -115,7 +115,9 @@ def torch_threads(count: int) -> AbstractContextManager[None]:
 
 
 # Whether each replica uses a stream of its own on CUDA. On torch's default stream, a
-# replica that reads a value waits for all others on the device. Not measured yet.
+# replica that reads a value waits for all others on the device. With streams, two
+# replicas on an H100 took 1.45 instead of 1.63 times as long as two plain loops. They
+# are off, as only tests/cuda/test_streams.py has run with them.
 separate_streams = False
 
 _device_lock = threading.Lock()

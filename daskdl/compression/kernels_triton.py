@@ -54,8 +54,14 @@ VARYING = ["count", "first_number", "start", "K", "blocks"]
 # Aligned, a thread would load several neighbors at once, and store them scattered: all
 # intermediate values would be exchanged between threads.
 SCATTERED = [
-    *("local_N", "shared_N", "counts_B", "ends_B", "entries_S", "distances_S"),
-    *("entries_K", "levels_K"),
+    "local_N",
+    "shared_N",
+    "counts_B",
+    "ends_B",
+    "entries_S",
+    "distances_S",
+    "entries_K",
+    "levels_K",
 ]
 kernel = triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SCATTERED)
 
@@ -295,8 +301,20 @@ class TritonGroup(PinnedGroup):
         entries_S = torch.empty(blocks * SLOTS, dtype=torch.int32, device=device)
         distances_S = torch.empty(blocks * SLOTS, dtype=torch.float32, device=device)
         _launch(
-            *(_stage, blocks, local_N, shared_N, counts_B, entries_S, distances_S),
-            *(N, grid, quantum, first_number, BLOCK, SLOTS, OVERFLOW),
+            _stage,
+            blocks,
+            local_N,
+            shared_N,
+            counts_B,
+            entries_S,
+            distances_S,
+            N,
+            grid,
+            quantum,
+            first_number,
+            BLOCK,
+            SLOTS,
+            OVERFLOW,
             num_warps=WARPS,
         )
         ends_B = counts_B.cumsum(0)
@@ -305,15 +323,37 @@ class TritonGroup(PinnedGroup):
         levels_K = torch.empty(K, dtype=torch.uint8, device=device)
         if K:
             _launch(
-                *(_list, triton.cdiv(blocks, BLOCKS), counts_B, ends_B, entries_S),
-                *(distances_S, entries_K, levels_K, blocks, quantum, most),
-                *(SLOTS, BLOCKS),
+                _list,
+                triton.cdiv(blocks, BLOCKS),
+                counts_B,
+                ends_B,
+                entries_S,
+                distances_S,
+                entries_K,
+                levels_K,
+                blocks,
+                quantum,
+                most,
+                SLOTS,
+                BLOCKS,
             )
         if overflowing:
             _launch(
-                *(_list_overflowing, blocks, local_N, shared_N, counts_B, ends_B),
-                *(entries_K, levels_K, N, grid, quantum, first_number, most),
-                *(BLOCK, SLOTS),
+                _list_overflowing,
+                blocks,
+                local_N,
+                shared_N,
+                counts_B,
+                ends_B,
+                entries_K,
+                levels_K,
+                N,
+                grid,
+                quantum,
+                first_number,
+                most,
+                BLOCK,
+                SLOTS,
                 num_warps=WARPS,
             )
         return entries_K, levels_K

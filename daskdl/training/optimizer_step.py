@@ -559,7 +559,11 @@ class Stepper:
                     # No name for the output, which may be large: it is freed before
                     # the backward pass, unless the loss needs it there.
                     loss = batch_mean(
-                        *(objective, scored(call(self._module, x)), y, weights, totals)
+                        objective,
+                        scored(call(self._module, x)),
+                        y,
+                        weights,
+                        totals,
                     )
             except ValueError as error:
                 if rows == 1 and str(error).startswith(ONE_ROW):

@@ -165,7 +165,9 @@ def test_what_a_transform_puts_on_the_device_is_read_when_it_is_there():
 
     def busy(batch):
         on_device = tuple(tensor.to(DEVICE) for tensor in batch)
-        torch.cuda._sleep(10**7)
+        matrix = torch.eye(4096, device=DEVICE)
+        for _ in range(20):
+            torch.matmul(matrix, matrix)
         return tuple(tensor.clone() for tensor in on_device)
 
     losses = []
@@ -305,7 +307,7 @@ class Asserting(nn.Module):
 
 
 def test_an_assert_of_the_device_says_what_to_do(place):
-    """Not a real one: this process could not use the device any longer."""
+    """The model raises it: after a real one, this process could not use the device."""
     with pytest.raises(ReplicaError, match="device-side assert") as caught:
         place.trainer(model=Asserting).fit(X, Y, batch_size=16)
 

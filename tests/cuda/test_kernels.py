@@ -116,10 +116,10 @@ class TestBits:
         where = slice(size // 3, size)
 
         for options in ({}, {"where": where}):
-            found = group.find(COUNT, GRID, local_factor, **options)
+            on_device = group.find(COUNT, GRID, local_factor, **options)
             reference = expected.find(COUNT, GRID, local_factor, **options)
 
-            for value, correct in zip(found, reference, strict=True):
+            for value, correct in zip(on_device, reference, strict=True):
                 assert_same_bits(value, correct)
         if size > 100 and density:
             assert len(reference[0]) > size * density / 4
@@ -134,9 +134,9 @@ class TestBits:
             entries_K, levels_K, counts_N = (
                 tensor.to(vectors.flat.device) for tensor in case[2:]
             )
-            own, quanta = vectors.find(COUNT, GRID, 3.0)
+            entries, quanta = vectors.find(COUNT, GRID, 3.0)
             options = (COUNT, GRID, bound * COUNT * GRID, 3.0)
-            cut = vectors.commit_(own, *options, quanta, momentum)
+            cut = vectors.commit_(entries, *options, quanta, momentum)
             vectors.apply_(entries_K, COUNT, GRID, levels_K)
             again, _ = vectors.find(COUNT, GRID, 3.0)
             cut += vectors.commit_(again, *options, momentum=momentum)

@@ -46,7 +46,8 @@ def tensor_bytes():
     """
     gc.collect()
     if DEVICE.type == "cuda":
-        # Each thread that multiplies matrices has memory for it, for later threads.
+        # cuBLAS keeps a workspace for each thread. Torch's notes on CUDA name this
+        # function to free them; there is no public one.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()  # memory that several streams have used is freed late
         return torch.cuda.memory_allocated(DEVICE)

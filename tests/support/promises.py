@@ -143,7 +143,10 @@ class Conservation:
     @pytest.mark.parametrize(
         "options",
         [
-            *({}, {"exchange_every": 3}, {"max_staleness": 0}, {"max_staleness": None}),
+            {},
+            {"exchange_every": 3},
+            {"max_staleness": 0},
+            {"max_staleness": None},
             {"exchange_every": 3, "momentum": 0.75},
         ],
         ids=str,
@@ -237,7 +240,8 @@ class OneReplica:
         fitted.fit(X, Y, epochs=2, batch_size=50, shuffle=False)
 
         plain = plain_loop(
-            *(model, optimizer),
+            model,
+            optimizer,
             seed=3,
             epochs=2,
             batch_size=50,

@@ -10,12 +10,15 @@ Counted:  Seconds of training, without start-up, until the mean of three success
           rate that suit it: of `--optimizers` and `--rate-factors` times the task's
           rates, those with which a seed that does not count reaches the target soonest
           on the first of `--rates`, or else has the best lowest score in its last
-          quarter, which a setting that oscillates has not. A contestant's score is that
-          of the model which its user would get; with local SGD, after a mean.
-          While the model of a synchronous contestant is scored, training and clock
-          stop; for all others, including daskdl, the clock continues. Hosts and links
-          are those of `links`. A run of hours can be made in parts: `--after` names the
-          file of the parts before, whose target, settings and rows stay.
+          quarter, which a setting that oscillates has not. A later setting is given no
+          longer than the best one before it took. If neither of the first two seeds
+          reaches the target in `--limit` seconds, a contestant makes no more runs at
+          this rate. A contestant's score is that of the model which its user would get;
+          with local SGD, after a mean. While the model of a synchronous contestant is
+          scored, training and clock stop; for all others, including daskdl, the clock
+          continues. Hosts and links are those of `links`. A run of hours can be made in
+          parts: `--after` names the file of the parts before, whose target, settings
+          and rows stay.
 Baseline: one process, and PyTorch's DistributedDataParallel.
 Run:      python -m benchmarks time-to-accuracy --rates unlimited 1gbit
           --optimizers SGD momentum AdamW
@@ -44,6 +47,9 @@ LAST = 0.75  # the share of one process's time before the scores that make its t
 OUT_OF_REACH = {"accuracy": 2.0, "loss": -1.0}
 
 TUNING_SEED = 1000  # of the runs that choose a setting, which do not count
+TRIES = (
+    2  # runs at one rate after which a contestant that never got there makes no more
+)
 
 Runs = Sequence[dict[str, Any]]
 
@@ -132,9 +138,11 @@ def tuned(
     """The setting that suits a contestant."""
     if len(options) == 1:
         return options[0]
-    runs = {}
+    runs: dict[Setting, dict[str, Any]] = {}
     for setting in options:
-        tried = replace(course, **setting._asdict())
+        times = [run["reached_s"] for run in runs.values() if run.get("reached_s")]
+        enough = min(times, default=course.seconds)
+        tried = replace(course, **setting._asdict(), seconds=enough)
         (runs[setting],) = runs_of(place, name, tried, [TUNING_SEED])
     return best(runs, WORKS[course.work])
 
@@ -165,8 +173,12 @@ def best(runs: Mapping[Setting, dict[str, Any]], work: Task) -> Setting:
 
 
 def runs_of(place: Place, name: str, course: Course, seeds: Sequence[int]) -> Runs:
-    runs = []
+    runs: list[dict[str, Any]] = []
+    can_reach = course.target != OUT_OF_REACH[WORKS[course.work].score]
     for seed in seeds:
+        hopeless = can_reach and not any(run.get("reached_s") for run in runs)
+        if hopeless and len(runs) >= TRIES:
+            break
         runs.append(compete(CONTESTANTS[name], place, course, seed))
         outcome = runs[-1].get("error", runs[-1].get("reached_s"))
         print(f"# {name} {seed}: {outcome}", file=sys.stderr, flush=True)

@@ -232,6 +232,34 @@ def test_a_later_part_keeps_the_target_the_settings_and_the_rows(monkeypatch, tm
     assert {row["rate_factor"] for row in later.rows} == {2.0}
 
 
+def test_no_time_goes_to_slower_settings_and_to_contestants_that_never_get_there(
+    monkeypatch, tmp_path
+):
+    trained = []
+
+    def compete(contestant, place, course, seed=0):
+        trained.append((contestant.name, seed, course.rate_factor, course.seconds))
+        good = contestant.name != CONTESTANTS["post-local-sgd"].name
+        return {
+            "curve": [(second, 1.0 if good else 0.5) for second in (1.0, 4.0)],
+            "reached_s": 3.0 if good and course.target == 1.0 else None,
+        }
+
+    monkeypatch.setattr(time_to_accuracy, "compete", compete)
+    options = ["--loopback", "--rates", "unlimited", "--rate-factors", "1", "2"]
+    options += ["--seeds", "0", "1", "2", "--limit", "9", f"--results={tmp_path}"]
+
+    time_to_accuracy.QUESTION.main([*options, "--contestants", "post-local-sgd"])
+
+    tuning = time_to_accuracy.TUNING_SEED
+    of_ddp = [run[1:] for run in trained if run[0] == CONTESTANTS["ddp"].name]
+    assert of_ddp[:2] == [(tuning, 1.0, 9.0), (tuning, 2.0, 3.0)]
+    assert [run[0] for run in of_ddp[2:]] == [0, 1, 2]
+    local = CONTESTANTS["post-local-sgd"].name
+    hopeless = [run[1] for run in trained if run[0] == local]
+    assert hopeless == [tuning, tuning, 0, 1]
+
+
 def test_ratios_are_within_a_round_and_failed_rounds_are_left_out():
     rounds = [{"samples_per_s": 10.0}, {"error": "it broke"}, {"samples_per_s": 90.0}]
     base = [{"samples_per_s": speed} for speed in (10.0, 50.0, 100.0)]

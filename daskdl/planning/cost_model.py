@@ -83,6 +83,7 @@ class Costs:
         threads: Number of torch threads.
         gradients_s: Forward and backward pass of a step, seconds.
         optimizer_s: Optimizer step, seconds.
+        overhead_s: Work of the exchange in each step, even if none is due, seconds.
         encode_s: Finding, encoding and committing an update, seconds.
         apply_s: Applying one update of another replica in the training thread, seconds.
         decode_s: Decoding one update of another replica on the event loop, seconds.
@@ -98,6 +99,7 @@ class Costs:
     threads: int
     gradients_s: float
     optimizer_s: float
+    overhead_s: float
     encode_s: float
     apply_s: float
     decode_s: float
@@ -180,7 +182,7 @@ class Prediction:
         carried: Share of the exchanges that link and relay carry; the updates of the
             other exchanges stay in the residual.
         compute_s: Gradients and optimizer step.
-        encode_s: Creating updates.
+        encode_s: Keeping track of the parameters and creating updates.
         apply_s: Applying the updates of other replicas.
         messages_s: Sending, receiving and decoding updates.
         wait_s: Waiting.
@@ -246,8 +248,15 @@ def predict(
     pace = master.pace(adaptive=costs.adaptive)
     every = pace.steps_between(exchange_s / costs.step_s, STEPS_BEFORE)
     unsent = UNSENT_BYTES if master.exchange_every == "auto" else OUTBOX_BYTES
-    master = dataclasses.replace(master, exchange_every=every)
-    encode_s, apply_s = costs.encode_s / every, (workers - 1) * costs.apply_s / every
+    master = dataclasses.replace(
+        master,
+        exchange_every=every,
+        max_staleness=master.staleness_bound(
+            STEPS_BEFORE, every if costs.adaptive else 0
+        ),
+    )
+    encode_s = costs.overhead_s + costs.encode_s / every
+    apply_s = (workers - 1) * costs.apply_s / every
     training_s = costs.step_s + encode_s + apply_s
     traffic_in = functools.partial(
         _traffic, costs, master, unsent, link or HERE, workers
@@ -312,17 +321,19 @@ def _traffic(
     exchange_s, latency_s = link.seconds(nbytes) / every, link.latency_s
     cycle_s = routing.PACE_S + 2 * latency_s  # between two requests of a worker
     decode_s = costs.decode_s * peers / every
+    interval = range(STEPS_BEFORE, STEPS_BEFORE + every)
+    announced = sum(map(master.announces, interval)) / every  # of the steps
     if master.routing_for(replicas) == "mesh":
-        # In trees too, each replica sends one copy for each other replica.
-        requests = 2 * peers * min(1.0, step_s / cycle_s)
-        items = 2 * peers / every
+        # In trees too, each replica sends one copy for each other replica. It announces
+        # its progress together with its updates, so most requests carry both.
+        requests = 2 * peers * min(announced, step_s / cycle_s)
         hops, reached, width = 0, 1, 1
         while reached < replicas:
             width *= master.fan_out
             reached += width
             hops += 1
         return _Traffic(
-            messages_s=costs.request_s * requests + costs.item_s * items + decode_s,
+            messages_s=_handling_s(costs, requests, 2 * peers / every) + decode_s,
             relay_s=0.0,
             link_s=peers * exchange_s,
             latency_s=hops * latency_s + (hops - 1) * cycle_s,
@@ -330,8 +341,9 @@ def _traffic(
             queue=max(1.0, unsent / nbytes),
         )
     down_s = scheduler.PACE_S + 2 * latency_s  # between two requests to a worker
-    requests = min(1.0, step_s / cycle_s) + min(peers, step_s / down_s)
-    handling_s = costs.request_s * requests + costs.item_s * replicas / every
+    requests = max(min(announced, step_s / cycle_s), step_s / routing.BEAT_S)
+    requests += min(peers * announced, step_s / down_s)
+    handling_s = _handling_s(costs, requests, replicas / every)
     return _Traffic(
         messages_s=handling_s + decode_s,
         relay_s=replicas * handling_s,
@@ -343,11 +355,19 @@ def _traffic(
     )
 
 
+def _handling_s(costs: Costs, requests: float, updates: float) -> float:
+    """Return the time of requests at one end, each of which has the cost of one update.
+
+    Further updates travel in the same requests.
+    """
+    return costs.request_s * requests + costs.item_s * max(0.0, updates - requests)
+
+
 def _bounds(
     master: GradientSharing, traffic: _Traffic, busy_s: float
 ) -> list[tuple[float, str]]:
     """Return lower bounds of the step time, and their causes: updates in transit."""
-    staleness = master.staleness_bound(STEPS_BEFORE)
+    staleness = master.staleness_bound(STEPS_BEFORE)  # fixed, as the interval is
     every = master.pace().longest_after(STEPS_BEFORE)
     if staleness is None:  # no replica waits; exchanges are deferred
         return []

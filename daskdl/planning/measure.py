@@ -247,22 +247,26 @@ class StepBenchmark:
         started = self._now()
         nbytes = self._channel.receive()
         decode_s = self._now() - started
-        durations = np.zeros(4)
+        clock = []
         for _ in range(self._every):
             started = self._now()
             self._exchange.before_step(0)
             applied = self._now()
             computed, updated = self._step()
             self._exchange.after_step(0, len(self.spec.rows[0]))
-            durations += np.diff([started, applied, computed, updated, self._now()])
-        apply_s, gradients_s, optimizer_s, encode_s = durations.tolist()
+            clock.append([started, applied, computed, updated, self._now()])
+        before_s, gradients_s, optimizer_s, after_s = np.diff(clock).T
+        # The first step applies an update, and the last one sends an update.
+        rest_s = [before_s[1:], after_s[:-1]] if self._every > 1 else [[0.0], [0.0]]
+        before_rest_s, after_rest_s = map(float, map(np.median, rest_s))
         return {
             "update_bytes": nbytes,
             "decode_s": decode_s,
-            "apply_s": apply_s,
-            "gradients_s": gradients_s / self._every,
-            "optimizer_s": optimizer_s / self._every,
-            "encode_s": encode_s,
+            "gradients_s": float(gradients_s.mean()),
+            "optimizer_s": float(optimizer_s.mean()),
+            "overhead_s": before_rest_s + after_rest_s,
+            "apply_s": max(0.0, float(before_s[0]) - before_rest_s),
+            "encode_s": max(0.0, float(after_s[-1]) - after_rest_s),
         }
 
     def measure(self) -> Costs:

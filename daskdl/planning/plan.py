@@ -32,6 +32,9 @@ HEADINGS = ("workers", "efficiency", "samples/s", "step ms", "limit", "carried")
 MAX_PROCESSES = 8  # that measure at once; each imports torch
 SLOWDOWN = 4  # most times as long that simultaneous processes may take
 
+# Two workers of a linear model with steps of 0.1 ms are 1.2 times as fast as one; the
+# costs of its steps and exchanges alone predict 1.6.
+MIN_STEP_S = 1e-3
 MIN_EFFICIENCY = 0.5  # at which workers pay off
 MIN_CARRIED = 0.5  # share of exchanges at which replicas learn from each other
 FACTORS = (4, 16)  # of steps between exchanges, or of the batch, to try
@@ -267,6 +270,8 @@ def advise(
             "A single worker sends nothing; plan for more workers to see whether they "
             "pay off."
         )
+    if measured.alone.step_s < MIN_STEP_S:
+        return _too_short(measured)
     paying = _most_paying(rows)
     if paying == several[-1]:
         return f"Pays off up to {_speedup(paying)}; no more workers were planned for."
@@ -304,6 +309,23 @@ def advise(
     return f"{summary} Neither {' nor '.join(useless)} would change that."
 
 
+def _too_short(measured: Measured) -> str:
+    """Say why steps of less than `MIN_STEP_S` do not pay off, and which would."""
+    verdict = (
+        f"Does not pay off: a step takes {1e3 * measured.alone.step_s:.2g} ms. Below "
+        f"{1e3 * MIN_STEP_S:g} ms, taking batches, keeping statistics and the wake-ups "
+        "of the event loop, which predictions ignore, take as long as steps."
+    )
+    for factor in FACTORS:
+        step_s = measured.scaled(gradients_s=factor).alone.step_s
+        if step_s >= MIN_STEP_S:
+            return (
+                f"{verdict} With {factor} times the batch (accumulate={factor}), a "
+                f"step would take {1e3 * step_s:.2g} ms: plan for that batch."
+            )
+    return verdict
+
+
 def _most_paying(rows: Sequence[Prediction]) -> Prediction | None:
     """Return the prediction for the most workers that pay off, or None."""
     paying = [
@@ -318,7 +340,8 @@ def _most_paying(rows: Sequence[Prediction]) -> Prediction | None:
 
 
 def _speedup(row: Prediction) -> str:
-    return f"{count_of(row.workers, 'worker')}, {row.speed:.2g} times as fast as one"
+    speed = f"{row.speed:.2g}" if row.speed < 10 else f"{row.speed:,.0f}"
+    return f"{count_of(row.workers, 'worker')}, {speed} times as fast as one"
 
 
 class Change(NamedTuple):

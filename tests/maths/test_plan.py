@@ -17,6 +17,7 @@ COSTS = Costs(
     threads=1,
     gradients_s=0.09,
     optimizer_s=0.01,
+    overhead_s=0.0,
     encode_s=0.01,
     apply_s=0.002,
     decode_s=0.001,
@@ -44,10 +45,10 @@ def slow(bits_per_s, latency_s=0.0):
 
 
 MESH = replace(SHARING, routing="mesh")
-# Two requests, two updates, one of them to decode.
-TWO_MESSAGES_S = 2 * 0.001 + 2 * 0.0001 + 0.001
-# Two updates leave the relay; it handles both of both.
-RELAYED_S = 0.0002 + 2 * 0.0022
+# Two requests with an update each, one of them to decode.
+TWO_MESSAGES_S = 2 * 0.001 + 0.001
+# Two updates leave the relay; it handles both requests of both replicas.
+RELAYED_S = 0.0002 + 2 * 0.002
 NO_WORK = {"gradients_s": 0.0, "encode_s": 0.0, "apply_s": 0.0}
 
 # Workers, other arguments, and what comes of them.
@@ -60,25 +61,41 @@ CASES = {
         *(2, {}),
         {
             **{"compute_s": 0.1, "encode_s": 0.01, "apply_s": 0.002, "wait_s": 0},
-            **{"messages_s": TWO_MESSAGES_S, "step_s": 0.1152, "limit": "encode"},
-            **{"efficiency": 0.1 / 0.1152, "samples_per_s": 128 / 0.1152},
+            **{"messages_s": TWO_MESSAGES_S, "step_s": 0.115, "limit": "encode"},
+            **{"efficiency": 0.1 / 0.115, "samples_per_s": 128 / 0.115},
         },
     ),
     "exchanges are divided by the steps between them": (
         *(2, {"master": GradientSharing(exchange_every=4)}),
-        # Progress is sent after each step all the same.
-        {
-            **{"encode_s": 0.0025, "apply_s": 0.0005},
-            "messages_s": 2 * 0.001 + (2 * 0.0001 + 0.001) / 4,
-        },
+        {"encode_s": 0.0025, "apply_s": 0.0005, "messages_s": TWO_MESSAGES_S / 4},
+    ),
+    "the work of every step is not divided": (
+        *(2, {"master": GradientSharing(exchange_every=4), "overhead_s": 0.003}),
+        {"encode_s": 0.003 + 0.0025},
+    ),
+    "progress between exchanges has requests of its own": (
+        *(2, {"master": GradientSharing(exchange_every=4, max_staleness=2)}),
+        {"messages_s": (4 * 0.001 + 0.001) / 4},
     ),
     "an interval is as long as an exchange costs": (
         *(2, {"master": GradientSharing(), "encode_s": 0.009}),  # 0.11 steps
         {"encode_s": 0.009 / 4, "apply_s": 0.0005},
     ),
+    "with an automatic interval, replicas may be far ahead": (
+        2,
+        {
+            **{"master": replace(MESH, exchange_every="auto"), "encode_s": 0.009},
+            "link": slow(1e5),  # 1 s for an update, every 4 steps
+        },
+        {"wait_s": 0, "encode_s": 0.009 / 4, "limit": "link"},
+    ),
     "more workers have longer intervals": (
         *(33, {"master": GradientSharing()}),  # 0.74 steps, less than 3 % of 32
-        {"encode_s": 0.01 / 32, "apply_s": 0.002},
+        {
+            **{"encode_s": 0.01 / 32, "apply_s": 0.002},
+            # Each interval: a request to and from each of 32 others, an update of each.
+            "messages_s": (64 * 0.001 + 32 * 0.001) / 32,
+        },
     ),
     "at staleness 0 all wait for all": (2, {"master": IN_STEP}, {"wait_s": RELAYED_S}),
     "at staleness 0 the latency counts": (
@@ -99,7 +116,7 @@ CASES = {
     ),
     "without a bound exchanges are put off": (
         *(2, {"master": UNBOUNDED, "link": slow(1e6)}),
-        {"step_s": 0.1152, "limit": "link", "carried": 0.1152 / 0.2},
+        {"step_s": 0.115, "limit": "link", "carried": 0.115 / 0.2},
     ),
     "a queue of few large updates delays nobody": (
         *(2, {"master": MESH, "link": slow(5e6), "update_bytes": 2**20}),
@@ -117,13 +134,13 @@ CASES = {
     "each replica applies an update of each other": (64, {}, {"apply_s": 63 * 0.002}),
     "more than eight workers form a mesh": (
         *(9, {}),
-        # Eight others: a request to each and from each; each update once to each.
-        {"messages_s": 16 * 0.001 + 16 * 0.0001 + 8 * 0.001},
+        # A request to and from each of eight others, and an update of each.
+        {"messages_s": 16 * 0.001 + 8 * 0.001},
     ),
     "less than a tenth is missing": (2, {"encode_s": 0.001}, {"limit": "compute"}),
     "on one machine the scheduler uses the cores too": (
         *(2, {"link": None}),
-        {"step_s": 0.1152 + 0.0044 / 2},
+        {"step_s": 0.115 + 0.004 / 2},
     ),
     "with spare cores nobody waits": (2, {"link": None, "cores": 3}, {"wait_s": 0}),
     "on one machine processes share too few cores": (
@@ -232,7 +249,11 @@ ADVICE = {
     "no question": ((1,), {}, ["A single worker sends nothing; plan for more"]),
     "all pay": (
         *((1, 2, 4), {}),
-        ["Pays off up to 4 workers, 3.2 times as fast as one; no more workers were p"],
+        ["Pays off up to 4 workers, 3.3 times as fast as one; no more workers were p"],
+    ),
+    "hundreds pay": (
+        *((1, 256), {"gradients_s": 9.99, "link": slow(math.inf)}),
+        ["Pays off up to 256 workers, 227 times as fast as one;"],
     ),
     "some pay": (
         UP_TO_64,
@@ -243,7 +264,7 @@ ADVICE = {
         UP_TO_64,
         {"gradients_s": 0.001, "optimizer_s": 0.0, "apply_s": 0.0, "decode_s": 0.0},
         [
-            "Does not pay off: 64 workers, 0.43 times as fast",
+            "Does not pay off: 64 workers, 0.47 times as fast",
             "It would pay off up to",
             "16 times the batch (accumulate=1",
         ],
@@ -257,8 +278,19 @@ ADVICE = {
         ["Hardly pays off: 3 workers, ", "at 2 workers, the link carries 6% of the ex"],
     ),
     "nothing helps": (
-        *((1, 2), {"gradients_s": 1e-5, "optimizer_s": 0.0, "encode_s": 0.9}),
+        *((1, 2), {"gradients_s": 1e-3, "optimizer_s": 0.0, "encode_s": 0.9}),
         ["Neither exchange_every=16 nor 16 times the batch nor a tenth of the density"],
+    ),
+    "a short step": (
+        *((1, 2), {"gradients_s": 1e-4, "optimizer_s": 0.0, "encode_s": 0.0}),
+        [
+            "Does not pay off: a step takes 0.1 ms. Below 1 ms, ",
+            " With 16 times the batch (accumulate=16), a step would take 1.6 ms",
+        ],
+    ),
+    "a very short step": (
+        *((1, 2), {"gradients_s": 1e-5, "optimizer_s": 0.0}),
+        ["Does not pay off: a step takes 0.01 ms.", "take as long as steps."],
     ),
     **{
         verdict: (
@@ -325,7 +357,7 @@ def test_a_printed_plan_has_a_heading_a_table_and_the_advice():
     )
     assert names == "workers  efficiency  samples/s  step ms    limit  carried"
     assert first.split() == ["1", "1.00", "640", "100.0", "compute", "100%"]
-    assert second.split() == ["2", "0.87", "1,111", "115.2", "encode", "100%"]
+    assert second.split() == ["2", "0.87", "1,113", "115.0", "encode", "100%"]
     assert len({len(line) for line in (names, first, second, four)}) == 1
     assert advice == "Advice."
     _, _, *rows, _ = str(planned(range(1, 65))).splitlines()

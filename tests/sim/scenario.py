@@ -163,6 +163,8 @@ class Scenario:
         faults = [fault_of(chance, setup, latency_s, kind) for kind in drawn]
         spared = setup.master.min_replicas
         scenario = cls(seed, setup, latency_s, sorted(faults), spared)
+        chance = random.Random(f"crowded {seed}")
+        scenario = crowded(scenario, chance) if chance.random() < CROWDED else scenario
         chance = random.Random(f"aimed {seed}")  # of its own: it changes no other seed
         scenario = aimed(scenario, chance) if chance.random() < AIMED else scenario
         chance = random.Random(f"stopped {seed}")
@@ -273,6 +275,28 @@ def setup_of(chance, seed):
         start_s=chance.choice([0.0, 0.0, 0.5, 3.0]),
         build_s=chance.choice([0.0, 0.0, 0.5, 3.0]),
     )
+
+
+CROWDED = 0.005  # share of the seeds with many workers, which take some seconds
+CROWD = 64  # workers
+
+
+def crowded(drawn, chance):
+    """A scenario of many workers, each of which takes a step or two."""
+    batch_size, steps = drawn.setup.batch_size, chance.choice([1, 2])
+    setup = replace(
+        drawn.setup,
+        workers=CROWD,
+        replicas=1,
+        epochs=1,
+        lengths=(CROWD * steps * batch_size,),
+        step_s={
+            replica: chance.choice([0.02, 0.5, 1.0])
+            for replica in range(CROWD)
+            if chance.random() < 0.1
+        },
+    )
+    return replace(drawn, setup=setup)
 
 
 def master_of(chance):
@@ -579,6 +603,7 @@ class Fate:
         cluster.on_moment = self._reach
         cluster.damages = self._damages
         cluster.network.damage = self._damage
+        self._most_workers = max(32, scenario.setup.workers + 4)
         self._own = set()  # workers whose next update is damaged there
         self._copies = Counter()  # of updates of a worker, that are damaged next
 
@@ -662,7 +687,7 @@ class Fate:
         return worker
 
     def _join(self):
-        if len(self._workers()) >= 32:
+        if len(self._workers()) >= self._most_workers:
             return None
         self._start()
         return "one more"
@@ -742,7 +767,7 @@ class Fate:
 
     def _join_slowly(self):
         """A worker joins whose link takes so long for a snapshot."""
-        if len(self._workers()) >= 32 or self._network.cuts:
+        if len(self._workers()) >= self._most_workers or self._network.cuts:
             return None
         worker = self._start()
         self._network.bandwidth[worker.address] = SNAPSHOT_BYTES / self._lasts_s
@@ -751,7 +776,7 @@ class Fate:
     def _join_beside_slow(self):
         """A worker joins, and another one is slow meanwhile."""
         there = self._workers()
-        if len(there) >= 32 or self._network.slow:
+        if len(there) >= self._most_workers or self._network.slow:
             return None
         slow = self._random.choice(there).address
         self._network.slow[slow] = 100.0

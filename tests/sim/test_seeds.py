@@ -27,7 +27,13 @@ def quiet():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("seed", seeds.CHOSEN)
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=pytest.mark.slow if seed in seeds.CROWDED else ())
+        for seed in seeds.CHOSEN
+    ],
+)
 def test_what_must_hold_holds_whatever_fails(seed):
     outcome = seeds.run_seed(seed)
 
@@ -76,6 +82,13 @@ def test_the_seeds_have_every_kind_of_fault():
 
     special = {*scenario.SPECIAL, *scenario.DAMAGES, scenario.NARROW}
     assert drawn == {*scenario.USUAL, *scenario.FATAL, *special}
+
+
+def test_some_seeds_have_many_workers():
+    drawn = [Scenario.of(seed).setup for seed in seeds.CROWDED]
+
+    assert [setup.workers for setup in drawn] == [scenario.CROWD] * 2
+    assert {setup.routing for setup in drawn} == {"mesh", "plain"}
 
 
 def test_the_seeds_have_every_aim():

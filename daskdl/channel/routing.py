@@ -33,16 +33,30 @@ from daskdl.channel.transport import (
     RetransmitBuffer,
     SendLoop,
 )
-from daskdl.config import Bound
+from daskdl.config import Bound, Timeouts
 from daskdl.errors import DaskDLError
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0  # longest time between two heartbeats
 PACE_S = 0.005  # shortest time between two requests to one destination
+# Most heartbeats per second of all replicas of a mesh. The scheduler's answer to each
+# names all replicas, so its work would grow with the square of their number otherwise.
+BEATS_PER_S = 64
 BEAT_PACE_S = 0.05  # shortest time between two heartbeats without updates
 IDLE_S = 60.0  # neighbors exchange no heartbeats, so an idle loop rarely wakes
 RETRY_S = 1.0  # pause after a neighbor could not be reached
+
+
+def beat_s(replicas: int, timeouts: Timeouts) -> float:
+    """Return the longest time between two heartbeats of a replica of a mesh, seconds.
+
+    Example:
+        >>> from daskdl.config import Timeouts
+        >>> [beat_s(replicas, Timeouts.from_config()) for replicas in (2, 64, 256)]
+        [1.0, 1.0, 4.0]
+    """
+    return min(max(BEAT_S, replicas / BEATS_PER_S), timeouts.silence / 4)
 
 
 class Destination(ABC):
@@ -110,6 +124,10 @@ class ToScheduler(Destination):
     async def run(self) -> None:
         """Send until cancelled."""
         await self._loop.run()
+
+    def pace_for(self, replicas: int) -> None:
+        """Send heartbeats less often if there are many replicas."""
+        self._loop.beat_s = beat_s(replicas, self._connection.spec.timeouts)
 
     @contextlib.contextmanager
     def patient(self, bound: Bound) -> Iterator[None]:
@@ -282,7 +300,7 @@ class Routing(ABC):
             "the scheduler",
             limit_bytes=spec.outbox_bytes,
             pace_s=PACE_S if self.relayed else BEAT_PACE_S,
-            beat_s=min(BEAT_S, spec.timeouts.silence / 4),
+            beat_s=beat_s(1, spec.timeouts),
         )
         self._replica = spec.replica
         self._lock = threading.RLock()  # an update belongs to one generation
@@ -321,6 +339,7 @@ class Routing(ABC):
         for neighbor in former:
             neighbor.end()
         if not self.relayed:
+            self.to_scheduler.pace_for(len(workers))
             self.to_scheduler.wake()  # a joining replica waits for the acknowledgement
             self.inbox.wake()
 

@@ -525,9 +525,11 @@ class SendLoop:
 
     Attributes:
         bound: Timeout of the next requests.
+        beat_s: Longest time between the next requests, seconds.
     """
 
     bound: Bound
+    beat_s: float
 
     def __init__(
         self,
@@ -542,7 +544,7 @@ class SendLoop:
         self._outbox = outbox
         self._send = send
         self._pace_s = pace_s
-        self._beat_s = beat_s
+        self.beat_s = beat_s
         self.bound = bound
         self._destination = destination
         self._wake = asyncio.Event()
@@ -559,7 +561,7 @@ class SendLoop:
             with contextlib.suppress(TimeoutError):
                 # Not `wait_for`, which before Python 3.12 loses a cancellation that
                 # arrives together with the wake-up.
-                async with asyncio.timeout(self._beat_s):
+                async with asyncio.timeout(self.beat_s):
                     await self._wake.wait()
             self._wake.clear()
             batch = self._outbox.head(BATCH_BYTES)

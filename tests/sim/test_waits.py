@@ -6,6 +6,7 @@ import pytest
 from distributed.utils_test import async_poll_for
 
 from daskdl import codec
+from daskdl.channel import routing as routings
 from daskdl.channel import transport
 from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.channel.recovery import Repairs
@@ -24,6 +25,7 @@ from tests.support.channels import (
     frame_of,
     held_up,
     in_thread,
+    meet,
     publish,
     recorded,
     totals,
@@ -99,6 +101,23 @@ async def test_a_full_relay_accepts_the_last_updates_of_a_leaving_replica(
         released.set()
         await in_thread(run.channels[1].wait_for_updates, {2: 3})
         assert totals(run.channels[1].drain(), 3) == [1, 2, 0]
+
+
+@simulated(4)
+async def test_the_replicas_of_a_large_mesh_share_the_rate_of_heartbeats(
+    c, s, *workers, monkeypatch
+):
+    monkeypatch.setattr(routings, "BEATS_PER_S", 1)  # so that four replicas are many
+    bound = bounds(silence=60.0, request=60.0)
+    async with a_run(c, s, *workers, timeouts=bound, routing="mesh") as run:
+        await meet(run, "all have adopted the last membership")
+        requests = recorded(s.handlers, "daskdl_publish", monkeypatch)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+
+        await async_poll_for(lambda: len(requests) == 12, 60.0)
+
+        assert 8.0 < loop.time() - began_s < 16.0
 
 
 @simulated(2)

@@ -101,7 +101,7 @@ def through_channel(
     seconds: float,
 ) -> dict[str, Any]:
     entries_K = entries_of(kilobytes)
-    results, scheduler_cpu, _ = run_members(
+    results, usage = run_members(
         *(client, members, entries_K.size * DENSITY, routing),
         *(member, entries_K, rate, seconds),
     )
@@ -118,7 +118,7 @@ def through_channel(
         "p99_ms": 1e3 * float(np.quantile(latencies, 0.99)),
         "megabytes_per_s": sum(published[key][1] for key, _ in arrived) / seconds / 1e6,
         "taken": len(published) / sum(offered for _, _, offered in results),
-        "scheduler_cpu": scheduler_cpu,
+        "scheduler_cpu": usage.scheduler_cpu,
     }
 
 

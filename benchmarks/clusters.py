@@ -2,11 +2,13 @@
 
 import argparse
 import contextlib
+import functools
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import psutil
@@ -125,7 +127,7 @@ def sizes(client: Client, cluster: Any, wanted: Sequence[int]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _open_run(
-    client: Client, places: Mapping[int, str], size: int, routing: str
+    client: Client, places: Mapping[int, str], size: int, routing: str, rows: int
 ) -> Iterator[Callable[[int], ChannelSpec]]:
     client.register_plugin(ChannelSchedulerPlugin())
     client.register_plugin(ChannelWorkerPlugin())
@@ -135,7 +137,7 @@ def _open_run(
         "run": run,
         "secret": secret,
         "replicas": dict(places),
-        "sizes": {"train": partition_sizes([], 1, len(places))},
+        "sizes": {"train": partition_sizes([rows] if rows else [], 1, len(places))},
         "seed": None,
         "epochs_before": 0,
         "synchronous": False,
@@ -168,28 +170,84 @@ def spread(client: Client, members: int) -> dict[int, str]:
     return {member: workers[member % len(workers)] for member in range(members)}
 
 
+def _requests_of(server: Any) -> int:
+    """Requests of daskdl that a server has taken since this was called first."""
+    if not hasattr(server, "requests_taken"):
+        server.requests_taken = Counter()
+        for name in [name for name in server.handlers if name.startswith("daskdl_")]:
+            server.handlers[name] = _counting(server, name)
+    return int(server.requests_taken.total())
+
+
+def _counting(server: Any, name: str) -> Callable[..., Any]:
+    handler = server.handlers[name]
+
+    @functools.wraps(handler)
+    def counted(*args: Any, **fields: Any) -> Any:
+        server.requests_taken[name] += 1
+        return handler(*args, **fields)
+
+    return counted
+
+
+class Usage(NamedTuple):
+    """What the processes of a run have used, those of workers added up.
+
+    The scheduler's process is this one.
+    """
+
+    scheduler_cpu: float  # cores
+    workers_cpu: float  # cores
+    scheduler_requests: int
+    workers_requests: int
+    memory_bytes: int  # of the workers, at the end
+    seconds: float
+
+
 def run_members(
-    client: Client, members: int, size: int, routing: str, function: Any, *more: Any
-) -> tuple[list[Any], float, float]:
+    client: Client,
+    members: int,
+    size: int,
+    routing: str,
+    function: Any,
+    *more: Any,
+    rows: int = 0,
+) -> tuple[list[Any], Usage]:
     """Call ``function(spec, *more)`` for each member of a run, at the same time.
 
+    Args:
+        client: Client of a cluster on this machine.
+        members: Number of members.
+        size: Parameters of the model.
+        routing: Routing of the run.
+        function: What each member does.
+        *more: Further arguments of `function`.
+        rows: Rows to lease, of an epoch.
+
     Returns:
-        What they return, and the cores used by the scheduler's process, which is this
-        one, and by all workers.
+        What the members return, and what all processes have used meanwhile.
     """
 
     def pid(dask_worker: Any) -> int:
         return psutil.Process().pid
+
+    def of_worker(dask_worker: Any) -> int:
+        return _requests_of(dask_worker)
+
+    def of_scheduler(dask_scheduler: Any) -> int:
+        return _requests_of(dask_scheduler)
 
     def cpu_s(process: psutil.Process) -> float:
         times = process.cpu_times()
         return float(times.user + times.system)
 
     places = spread(client, members)
-    with _open_run(client, places, size, routing) as spec:
+    with _open_run(client, places, size, routing, rows) as spec:
         workers = [
             psutil.Process(process_id) for process_id in client.run(pid).values()
         ]
+        taken = sum(client.run(of_worker).values())
+        asked = client.run_on_scheduler(of_scheduler)
         before, began = [*map(cpu_s, workers)], time.perf_counter()
         scheduler_cpu_s = time.process_time()
         futures = [
@@ -199,5 +257,12 @@ def run_members(
         results = client.gather(futures)
         seconds = time.perf_counter() - began
         scheduler_cpu_s = time.process_time() - scheduler_cpu_s
-        used = sum(map(cpu_s, workers)) - sum(before)
-    return results, scheduler_cpu_s / seconds, used / seconds
+        usage = Usage(
+            scheduler_cpu_s / seconds,
+            (sum(map(cpu_s, workers)) - sum(before)) / seconds,
+            client.run_on_scheduler(of_scheduler) - asked,
+            sum(client.run(of_worker).values()) - taken,
+            sum(process.memory_info().rss for process in workers),
+            seconds,
+        )
+    return results, usage

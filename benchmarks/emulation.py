@@ -1,23 +1,29 @@
 """More replicas than cores: steps are sleeps, the channel is real.
 
-Question: What share of its speed does a replica keep in a run of 2 to 32 replicas, with
-          steps of 1 to 150 ms?
-Counted:  Each member of a run sleeps in place of a step, publishes an update, takes in
-          updates that have arrived, and waits where it is more than `max_staleness`
-          steps ahead when an interval begins. "default" chooses the steps between
-          exchanges as `GradientSharing()` does after its first 2048 steps, from the
-          duration of an exchange: what it takes here, and what is left out. The updates
-          are those of a real run of the MLP with 5.8 million parameters, two replicas,
-          the default threshold and 16 steps between exchanges: sizes, encoding,
-          decoding and relaying are real. Left out is what takes a core of its own on a
-          real cluster: forward and backward pass, the search for entries, committing
-          them, and applying the entries of others. Efficiency:
-          steps per second, relative to the same loop without a channel, in the same run
-          and with as many processes. CPU of the scheduler's process (this one) and of
-          all workers, in cores. Bytes of frames that a worker receives; staleness in
-          steps, at the end of each. Members are threads of up to eight worker
-          processes, which share this machine's cores with the scheduler.
+Question: What share of its speed does a replica keep in a run of 2 to 256 replicas,
+          with steps of 1 ms to 1 s, and what do messages and decoding cost it?
+Counted:  Each member of a run leases rows, sleeps in place of a step, publishes an
+          update, takes in updates that have arrived, and waits where it is more than
+          `max_staleness` steps ahead when an interval begins. All members meet at a
+          barrier before the first step and after the last one. "default" chooses the
+          steps between exchanges as `GradientSharing()` does after its first 2048
+          steps, from the duration of an exchange: what it takes here, and what is left
+          out. The updates are those of a real run of the MLP with 5.8 million
+          parameters, two replicas, the default threshold and 16 steps between
+          exchanges: sizes, encoding, decoding and relaying are real. Left out is what
+          takes a core of its own on a real cluster: forward and backward pass, the
+          search for entries, committing them, and applying the entries of others.
+          Efficiency: steps per second, relative to the same loop without a channel, in
+          the same run and with as many processes. CPU of the scheduler's process (this
+          one) and of all workers, in cores. For each replica and second: kilobytes of
+          frames that it receives, requests to its worker and to the scheduler, the time
+          to decode the frames, at the speed of the real run, and CPU of the scheduler.
+          Staleness in steps, at the end of each. Members are threads of up to
+          `--processes` workers, which share this machine's cores with the scheduler.
+          Memory: of all workers, at the end.
 Run:      python -m benchmarks emulation
+          python -m benchmarks emulation --replicas 2 16 64 256 --step-ms 1000
+              --exchange-every --seconds 80
 """
 
 import argparse
@@ -36,18 +42,20 @@ from benchmarks.report import lines
 from benchmarks.results import Question
 from benchmarks.work import WORKS, batches
 from daskdl import KeepResidual, SampledThreshold, codec
+from daskdl.channel.leasing import Lease
 from daskdl.channel.protocol import NAME, ChannelSpec
 from daskdl.channel.remote import RemoteChannel
 from daskdl.compression.compressor import Compressor
 from daskdl.compression.flat import FlatParameters
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import scaled
-from daskdl.training.pace import EAGER, UNSENT_BYTES, MeasuredInterval
+from daskdl.training.pace import UNSENT_BYTES, MeasuredInterval
 
 # Of Deeplearning4j, for steps of at least so many milliseconds.
 GUIDANCE = {100.0: "good", 10.0: "sub-linear", 0.0: "no gain"}
 EVERY = 16  # steps between the exchanges of the real run
 EXCHANGES = 20
+ALONE_S = 8.0  # of steps without a channel, at most
 LEFT_OUT = 4  # of these exchanges, before buffers are warm
 MADE = 2048  # steps, after which exchanging may take no more than 3 %
 
@@ -59,6 +67,7 @@ class Recording:
     size: int  # parameters of the model
     updates: Sequence[tuple[Any, ...]]  # threshold, entries, kind and levels
     nbytes: float  # of an encoded update, median
+    decode_s: float  # to decode an update, median
     search_s: float  # to find entries and to commit them, median
     apply_s: float  # to apply an update of the other replica, median
 
@@ -109,11 +118,12 @@ def record() -> Recording:
     kept = frames[2 * LEFT_OUT :]
     updates = [codec.decode(frame.data) for frame in kept]
     assert all(isinstance(update, codec.SparseUpdate) for update in updates)
-    find_s, _, commit_s, _, apply_s = np.median(times[2 * LEFT_OUT :], axis=0)
+    find_s, _, commit_s, decode_s, apply_s = np.median(times[2 * LEFT_OUT :], axis=0)
     return Recording(
         sum(p.numel() for p in module.parameters()),
         [(u.threshold, u.entries_K, u.kind, u.levels_K) for u in updates],
         float(np.median([frame.nbytes for frame in kept])),
+        float(decode_s),
         float(find_s + commit_s),
         float(apply_s),
     )
@@ -127,17 +137,18 @@ class Case:
 
     @property
     def steps(self) -> int:
-        least = 2 * (self.exchange_every or EAGER.longest)
+        least = 2 * (self.exchange_every or 1)
         return max(least, round(1000 * self.seconds / self.step_ms))
 
 
 def without_channel(case: Case) -> float:
-    """Seconds of the steps alone."""
+    """Seconds of a step alone."""
     secede()
+    steps = max(3, round(1000 * min(case.seconds, ALONE_S) / case.step_ms))
     began = time.monotonic()
-    for _ in range(case.steps):
+    for _ in range(steps):
         time.sleep(case.step_ms / 1000)
-    return time.monotonic() - began
+    return (time.monotonic() - began) / steps
 
 
 def member(spec: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
@@ -148,6 +159,7 @@ def member(spec: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
     interval = MeasuredInterval(master.pace())
     interval.note(0.0, 1.0)  # the first one does not count
     leads, spent_s = [], 0.0
+    leased_until, finished = 0, list[dict[str, Any]]()
 
     def encode(stamp: codec.Stamp) -> np.ndarray:
         update = updates.update(spec.replica, stamp.sequence)
@@ -158,6 +170,13 @@ def member(spec: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
         channel.barrier("start", None)
         began = time.monotonic()
         for step in range(1, case.steps + 1):
+            if step > leased_until:
+                lease = channel.lease("train", 0, finished)
+                assert isinstance(lease, Lease)
+                leased_until += lease.rows
+                finished = [
+                    {"lease": lease.number, "examples": lease.rows, "loss": 0.0}
+                ]
             time.sleep(case.step_ms / 1000)
             interval.choose_(MADE + step)
             exchanges = step % interval.steps == 0
@@ -184,7 +203,7 @@ def member(spec: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
         channel.leave()
     return {
         "seconds": seconds,
-        "every": interval.every,
+        "every": interval.steps,
         "waited_s": traffic.waits_s.get("staleness", 0.0),
         "leads": leads,
         "received_bytes": traffic.received_bytes,
@@ -200,10 +219,14 @@ def measured(
         client.submit(without_channel, case, workers=[worker], pure=False)
         for worker in places.values()
     ]
-    alone_s = statistics.median(client.gather(loops))
+    alone_s = case.steps * statistics.median(client.gather(loops))
+    if routing == "auto":
+        routing = GradientSharing().routing_for(replicas)
     held = client.scatter(updates, broadcast=True)
-    members, scheduler_cpu, workers_cpu = run_members(
-        client, replicas, updates.size, routing, member, case, held
+    members, usage = run_members(
+        *(client, replicas, updates.size, routing, member, case, held),
+        # A member that is faster than others leases more rows.
+        rows=2 * replicas * case.steps,
     )
     workers = len(set(places.values()))
     seconds = statistics.median(result["seconds"] for result in members)
@@ -225,8 +248,15 @@ def measured(
         "staleness": statistics.fmean(leads),
         "staleness_max": max(leads),
         "megabits_per_s": 8e-6 * received / seconds / workers,
-        "scheduler_cpu": scheduler_cpu,
-        "workers_cpu": workers_cpu,
+        "received_kb": received / 1e3 / seconds / replicas,
+        "requests": usage.workers_requests / usage.seconds / replicas,
+        "scheduler_requests": usage.scheduler_requests / usage.seconds / replicas,
+        "decode_ms": 1e3
+        * (received / updates.nbytes * updates.decode_s / seconds / replicas),
+        "scheduler_ms": 1e3 * usage.scheduler_cpu / replicas,
+        "scheduler_cpu": usage.scheduler_cpu,
+        "workers_cpu": usage.workers_cpu,
+        "memory_gib": usage.memory_bytes / 2**30,
         "guidance": next(g for least, g in GUIDANCE.items() if case.step_ms >= least),
     }
 
@@ -234,7 +264,7 @@ def measured(
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     updates = record()
     for replicas in asked.replicas:
-        with local_client(min(replicas, MAX_WORKERS)) as client:
+        with local_client(min(replicas, asked.processes)) as client:
             warm = Case(10.0, 1, 0.5)  # the first frames load the kernels
             measured(client, replicas, asked.routing, warm, updates)
             for step_ms in asked.step_ms:
@@ -248,13 +278,15 @@ QUESTION = Question(
     __doc__,
     rows,
     "case replicas:d step_ms:g exchange_every:d routing kilobytes:.1f efficiency:.3f "
-    "waiting:.3f staleness:.2f staleness_max:d megabits_per_s:.1f scheduler_cpu:.0% "
-    "workers_cpu:.0% guidance",
+    "waiting:.3f staleness:.2f staleness_max:d megabits_per_s:.1f received_kb:.1f "
+    "requests:.1f scheduler_requests:.1f decode_ms:.1f scheduler_ms:.2f "
+    "scheduler_cpu:.0% workers_cpu:.0% memory_gib:.1f guidance",
     {
         "--replicas": [2, 4, 8, 16, 32],
         "--step-ms": [1.0, 10.0, 100.0, 150.0],
-        "--exchange-every": [1, 16],
-        "--routing": {"choices": ["plain", "mesh"], "default": "plain"},
+        "--exchange-every": {"type": int, "nargs": "*", "default": [1, 16]},
+        "--routing": {"choices": ["auto", "plain", "mesh"], "default": "auto"},
+        "--processes": MAX_WORKERS,
         "--seconds": {"type": float, "default": 8.0, "help": "of each case"},
     },
     lambda result: lines(result, "replicas", "efficiency", "step_ms", "case"),

@@ -19,6 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 from daskdl.data.storage import store_of
 from daskdl.saving.checkpoints import Series
 from tests.parts import PARTS, part_of
+from tests.support.clusters import still_left_behind
 
 _numbers = itertools.count()
 
@@ -153,6 +154,13 @@ def no_default_client(request):
     if "cluster" not in request.path.parts:
         dask.config.set(scheduler=None)
         distributed.client._global_clients.clear()
+
+
+@pytest.fixture
+def client(shared_client):
+    """The client of a folder or file; afterwards nothing may be left on its workers."""
+    yield shared_client
+    assert still_left_behind(shared_client) == {}
 
 
 @pytest.fixture

@@ -39,13 +39,6 @@ def shared_client():
 
 
 @pytest.fixture
-def client(shared_client):
-    """A client of two workers; afterwards nothing may be left on them."""
-    yield shared_client
-    assert still_left_behind(shared_client) == {}
-
-
-@pytest.fixture
 def forgetful(client):
     """A client whose scheduler does not remember the tasks it has sent.
 

@@ -10,7 +10,7 @@ import torch
 from distributed.utils_test import poll_for
 from torch import nn
 
-from daskdl import OptionError, ParameterAveraging, ReplicaError
+from daskdl import OptionError, ReplicaError
 from tests.support import promises
 from tests.support.clusters import (
     Script,
@@ -24,28 +24,26 @@ from tests.support.devices import (
     cluster_on_device,
     tensor_bytes,
 )
-from tests.support.problems import adam, kept, mlp, normalised, rows, trainer
+from tests.support.problems import (
+    MASTERS,
+    adam,
+    kept,
+    mlp,
+    normalised,
+    rows,
+    trainer,
+)
 from tests.support.promises import Interrupt, Place
 from tests.support.recording import Recorded, records
 from tests.support.watched import note, notes
 
 X, Y = rows()
-MASTERS = pytest.mark.parametrize(
-    "master", [kept, ParameterAveraging], ids=["sharing", "averaging"]
-)
 
 
 @pytest.fixture(scope="module")
-def two_workers():
+def shared_client():
     with cluster_on_device(2) as client:
         yield client
-
-
-@pytest.fixture
-def client(two_workers):
-    """A client of two workers; afterwards nothing may be left on them."""
-    yield two_workers
-    assert still_left_behind(two_workers) == {}
 
 
 @pytest.fixture

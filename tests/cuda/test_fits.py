@@ -11,7 +11,6 @@ from daskdl import (
     Checkpoint,
     EarlyStopping,
     OptionError,
-    ParameterAveraging,
     ReplicaError,
 )
 from tests.support import promises
@@ -23,6 +22,7 @@ from tests.support.devices import (
     tensor_bytes,
 )
 from tests.support.problems import (
+    MASTERS,
     adam,
     kept,
     mlp,
@@ -36,9 +36,6 @@ from tests.support.promises import Interrupt, Place
 from tests.support.recording import vector
 
 X, Y = rows()
-MASTERS = pytest.mark.parametrize(
-    "master", [kept, ParameterAveraging], ids=["sharing", "averaging"]
-)
 
 
 # The same tests are in tests/place, on the CPU.

@@ -12,7 +12,13 @@ from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler
 from torch.utils.data import IterableDataset, get_worker_info
 
-from daskdl import AdaptiveThreshold, GradientSharing, KeepResidual, Trainer
+from daskdl import (
+    AdaptiveThreshold,
+    GradientSharing,
+    KeepResidual,
+    ParameterAveraging,
+    Trainer,
+)
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.config import Timeouts
 from daskdl.training.epoch_control import EvaluationPlan
@@ -114,6 +120,11 @@ def kept(**options):
     """Sharing that loses nothing on purpose: no clipping."""
     options = {"threshold": AdaptiveThreshold(initial=1e-3), **options}
     return GradientSharing(**{"residual": KeepResidual(), **options})
+
+
+MASTERS = pytest.mark.parametrize(
+    "master", [kept, ParameterAveraging], ids=["sharing", "averaging"]
+)
 
 
 def start_of(model, seed=0):

@@ -18,7 +18,7 @@ from daskdl.channel.base import Channel
 from daskdl.training.base import Exchange
 from daskdl.training.gradient_sharing import GradientSharingExchange
 from daskdl.training.state import decoded
-from tests.support.problems import rows
+from tests.support.problems import rows, trainer
 
 
 def peak_bytes():
@@ -41,6 +41,20 @@ def vector(module):
     return torch.cat(
         [p.detach().double().reshape(-1) for p in module.parameters()]
     ).cpu()
+
+
+def parameters_in_step(device, apply="eager"):
+    """The parameters that two replicas in step end with, which depend on nothing else.
+
+    Args:
+        device: Of both replicas.
+        apply: Of the master.
+    """
+    master = GradientSharing(replicas_per_worker=2, max_staleness=0, apply=apply)
+    fitted = trainer(False, master=master, device=device)
+    fitted.fit(*rows(96), epochs=2, batch_size=8)
+    assert fitted.history_[-1]["sent_bytes"] > 0
+    return vector(fitted.model_)
 
 
 def delivered(trainer, *data):

@@ -22,6 +22,7 @@ S = slots of all blocks.
 # ruff: noqa: ANN001, ANN202
 
 import math
+import subprocess
 import threading
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.errors import TritonError
 from typing_extensions import override
 
 from daskdl.compression.kernels import (
@@ -447,3 +449,29 @@ class TritonGroup(PinnedGroup):
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
+
+
+LAUNCH_ERROR = "Triton Error ["  # begins messages with an error of the driver
+
+
+def check_compiles(device: torch.device) -> None:
+    """Compile a kernel and run it.
+
+    Raises:
+        ImportError: If Triton cannot compile for the device, for example because there
+            is no C compiler. Errors of the device itself are raised as they are.
+    """
+    values = torch.ones(1, device=device)
+    counts = torch.zeros(1, dtype=torch.int32, device=device)
+    try:
+        TritonGroup(values, values, counts, 0).apply_counts_(counts, grid=1.0)
+    except (OSError, AssertionError, subprocess.SubprocessError, TritonError) as error:
+        raise ImportError(str(error)) from error
+    except RuntimeError as error:
+        message = str(error)
+        # Errors of torch have classes of their own. A driver refuses the image of a
+        # kernel if Triton's compiler is for other drivers.
+        launched = message.startswith(LAUNCH_ERROR) and "kernel image" not in message
+        if launched or type(error) is not RuntimeError:
+            raise
+        raise ImportError(message) from error

@@ -21,7 +21,6 @@ import logging
 import math
 import operator
 import struct
-import subprocess
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -65,11 +64,10 @@ def kernels_for(device: torch.device) -> type[VectorGroup]:
 def triton_or_torch(device: torch.device) -> type[VectorGroup]:
     """Return kernels in Triton, or torch operations if Triton cannot compile here."""
     try:
-        from daskdl.compression.kernels_triton import TritonGroup
+        from daskdl.compression.kernels_triton import TritonGroup, check_compiles
 
-        ones, zeros = torch.ones(2, device=device), torch.zeros(2, device=device)
-        TritonGroup(ones, ones, zeros.int(), 0).find(count=1, grid=0.5)
-    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        check_compiles(device)
+    except ImportError as error:
         logger.warning(
             "exchanges use torch operations instead of Triton's kernels, which are "
             "faster: %s; Triton needs a C compiler and the headers of Python",

@@ -2,6 +2,8 @@
 
 import math
 import os
+import re
+import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,8 +20,7 @@ from daskdl.compression import replica_vector
 from daskdl.compression.kernels import PinnedGroup, VectorGroup, own_factor
 from daskdl.compression.kernels_numba import NumbaGroup
 from daskdl.compression.replica_vector import fold_, kernels_for, triton_or_torch
-from daskdl.training.gradient_sharing import GradientSharing
-from tests.support.problems import rows, trainer
+from tests.support.recording import parameters_in_step
 
 GRID = 2.0**-20
 QUANTUM = 64 * GRID
@@ -390,21 +391,76 @@ def test_without_triton_torch_operations_are_for_cuda(
     assert "Triton needs a C compiler" in caplog.text
 
 
+@pytest.fixture
+def launching(no_kernels_chosen, monkeypatch):
+    """Return a function that makes each launch of a kernel raise an error."""
+    kernels = import_module(KERNELS_IN_TRITON)
+
+    def fail_with(error):
+        monkeypatch.setattr(kernels, "_launch", Mock(side_effect=error))
+
+    return fail_with
+
+
 @TRITON
 @INTERPRETED
-def test_kernels_in_triton_are_for_cuda_if_they_compile(
-    no_kernels_chosen, monkeypatch, caplog
-):
+def test_kernels_in_triton_are_for_cuda_if_they_compile(no_kernels_chosen):
     kind = import_module(KERNELS_IN_TRITON).TritonGroup
 
-    chosen = triton_or_torch(torch.device("cpu"))
-    triton_or_torch.cache_clear()
-    no_compiler = Mock(side_effect=RuntimeError("Failed to find C compiler"))
-    monkeypatch.setattr(kind, "find", no_compiler)
-    without_compiler = triton_or_torch(torch.device("cpu"))
+    assert triton_or_torch(torch.device("cpu")) is kind
 
-    assert (chosen, without_compiler) == (kind, PinnedGroup)
-    assert caplog.text.count("Failed to find C compiler") == 1
+
+# What Triton 3.9 raises, as its source has it.
+UNUSABLE = {
+    "no C compiler": RuntimeError("Failed to find C compiler. Please specify via CC"),
+    "no headers": subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c"]),
+    "no ldconfig": FileNotFoundError("/sbin/ldconfig"),
+    "no libcuda": AssertionError("libcuda.so cannot found!"),
+    "no assembler": RuntimeError("Cannot find ptxas"),
+    "another driver": RuntimeError(
+        "Triton Error [CUDA]: device kernel image is invalid"
+    ),
+}
+OF_THE_DEVICE = {
+    "out of memory": RuntimeError("Triton Error [CUDA]: out of memory"),
+    "out of memory in torch": torch.OutOfMemoryError("CUDA out of memory"),
+    "failed": RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
+    "a fault of ours": TypeError("unexpected keyword argument"),
+}
+
+
+@TRITON
+@INTERPRETED
+@pytest.mark.parametrize("error", UNUSABLE.values(), ids=UNUSABLE)
+def test_where_triton_cannot_compile_torch_operations_are_for_cuda(
+    launching, error, caplog
+):
+    launching(error)
+
+    assert triton_or_torch(torch.device("cpu")) is PinnedGroup
+    assert str(error) in caplog.text
+
+
+@TRITON
+@INTERPRETED
+def test_where_triton_cannot_assemble_for_a_device_torch_operations_are_for_cuda(
+    launching, caplog
+):
+    errors = import_module("triton.runtime.errors")
+    launching(errors.PTXASError("Value 'sm_999' is not defined"))
+
+    assert triton_or_torch(torch.device("cpu")) is PinnedGroup
+    assert "sm_999" in caplog.text
+
+
+@TRITON
+@INTERPRETED
+@pytest.mark.parametrize("error", OF_THE_DEVICE.values(), ids=OF_THE_DEVICE)
+def test_errors_that_say_nothing_about_triton_are_not_hidden(launching, error):
+    launching(error)
+
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        triton_or_torch(torch.device("cpu"))
 
 
 FITS = [
@@ -424,18 +480,12 @@ FITS = [
 def test_a_fit_with_torch_operations_ends_with_the_bits_of_compiled_kernels(
     device, kinds, apply, monkeypatch
 ):
-    X, y = rows(96)
-    models = []
+    ends = []
     for kind in kinds:
         monkeypatch.setattr(replica_vector, "kernels_for", lambda device, k=kind: k)
-        master = GradientSharing(replicas_per_worker=2, max_staleness=0, apply=apply)
-        fitted = trainer(False, master=master, device=device)
-        fitted.fit(X, y, epochs=2, batch_size=8)
-        models.append(fitted.model_.state_dict())
+        ends.append(parameters_in_step(device, apply))
 
-    assert fitted.history_[-1]["sent_bytes"] > 0
-    for name, parameter in models[0].items():
-        assert torch.equal(parameter, models[1][name]), name
+    assert torch.equal(*ends)
 
 
 @pytest.mark.parametrize(

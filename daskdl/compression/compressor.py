@@ -26,6 +26,7 @@ from daskdl.compression.flat import FlatParameters
 from daskdl.compression.kernels import GUARD
 from daskdl.compression.replica_vector import (
     MAX_COUNT,
+    Counts,
     GroupEntries,
     ReplicaVector,
     ResidualView,
@@ -44,16 +45,23 @@ from daskdl.errors import OptionError
 Frame = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PendingSparse:
-    """Quanta at some positions of one parameter group, not committed yet."""
+    """Quanta at some positions of one parameter group, not committed yet.
+
+    :meth:`pack` may run in another thread, while the vectors change.
+    """
 
     pattern: str  # pattern of the parameter group
     grid: float  # one step, parameter units
     quantum_count: int  # the quantum in steps of the grid, in [1, 2**22]
     threshold: float  # of the algorithm, limited to the range of the grid
     parts: Sequence[GroupEntries]  # on the devices, ascending in position
-    body: codec.Body  # of these entries, and how many quanta each has
+    size: int  # N
+    entries_K: Counts  # the same in the host's memory
+    levels_K: npt.NDArray[np.uint8]
+    threads: int = field(default_factory=torch.get_num_threads)  # that may pack
+    _body: codec.Body | None = None  # once it is packed
 
     @property
     def quantum(self) -> float:
@@ -63,11 +71,19 @@ class PendingSparse:
     @property
     def entries(self) -> int:
         """K; an update without entries is not sent."""
-        return self.body.entries
+        return len(self.entries_K)
+
+    def pack(self) -> codec.Body:
+        """Pack the entries once, and choose how many quanta each has."""
+        if self._body is None:
+            self._body = codec.pack(
+                self.size, self.entries_K, self.levels_K, threads=self.threads
+            )
+        return self._body
 
     def encode(self, stamp: Stamp) -> Frame:
         """Encode the update as a frame of the kind that carries most for its bytes."""
-        return codec.framed(stamp, self.quantum, self.body)
+        return codec.framed(stamp, self.quantum, self.pack())
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,9 +233,11 @@ class Compressor:
             threshold = group.next_threshold(group.sent, grid)
             count = round(threshold / grid)
             parts = group.residual.find(count)
-            threads = torch.get_num_threads()
-            body = codec.pack(size, *on_host(parts), threads=threads)
-            updates.append(PendingSparse(pattern, grid, count, threshold, parts, body))
+            updates.append(
+                PendingSparse(
+                    pattern, grid, count, threshold, parts, size, *on_host(parts)
+                )
+            )
         return updates
 
     def whole_residual(self) -> PendingDense:
@@ -230,6 +248,9 @@ class Compressor:
     def commit_(self, update: PendingUpdate) -> None:
         """Take an update out of the residual, once the channel has accepted it.
 
+        Steps and updates of others may have come since it was proposed: the residual
+        is then what they made of it, less the update.
+
         Shared moves by the update, and the residual keeps ``momentum`` times as much,
         which is sent again with later updates. A sparse update then clips the residual
         and adds the removed mass to ``clipped``; a dense one leaves only what momentum
@@ -237,8 +258,8 @@ class Compressor:
         simply dropped.
 
         Args:
-            update: Returned by the last :meth:`propose`, committed once; empty updates
-                count as exchanges too.
+            update: Returned by :meth:`propose` since the last commit, committed once;
+                empty updates count as exchanges too.
         """
         if update.grid != self.vector.grid:
             raise OptionError(
@@ -264,7 +285,7 @@ class Compressor:
             update.parts,
             update.quantum_count,
             bound,
-            leveled=update.body.levels_K is not None,
+            leveled=update.pack().levels_K is not None,
             momentum=self.momentum,
         )
         self.clipped += removed

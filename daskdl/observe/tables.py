@@ -109,7 +109,7 @@ STEP_COLUMNS: Mapping[str, str] = {
     "lower bound",
     "wait_s": "seconds spent waiting for other replicas, because of max_staleness or "
     "for room in the outbox",
-    "encode_s": "seconds spent finding, packing and publishing entries",
+    "encode_s": "seconds that finding, packing and publishing entries held up training",
     "apply_s": "seconds spent applying the updates of other replicas",
     "step_s": "duration of the step in seconds, including these",
 }

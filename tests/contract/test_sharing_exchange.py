@@ -2,6 +2,7 @@
 
 import math
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,12 +15,16 @@ from daskdl.channel.inbox import DrainResult
 from daskdl.channel.transport import Clock
 from daskdl.compression.residuals import KeepResidual, ResidualClipping
 from daskdl.compression.thresholds import FixedThreshold
+from daskdl.errors import CodecError
+from daskdl.training import gradient_sharing
 from daskdl.training.base import ReplicaContext
-from daskdl.training.gradient_sharing import GradientSharing
+from daskdl.training.gradient_sharing import BESIDE_ENTRIES, GradientSharing
 
 DENSE, SPARSE = codec.DenseUpdate, codec.SparseUpdate
 QUANTUM = FixedThreshold(2.0**-4)
 LAYERS = dict.fromkeys(("a", "b", "c"), QUANTUM)
+DENSELY = {"warmup_steps": 9}
+GRID = 2.0**-24
 
 
 class Published(NamedTuple):
@@ -285,6 +290,140 @@ def test_a_step_reports_seconds_of_waiting_encoding_and_applying():
     assert stats.apply_s == 1000
 
 
+class Wide(nn.Module):
+    """As many parameters as entries that are packed beside a step, and a few more."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Parameter(torch.zeros(BESIDE_ENTRIES))
+        self.narrow = nn.Parameter(torch.zeros(4))
+
+
+class TestPackingBesideTheNextStep:
+    @staticmethod
+    def case(threshold=QUANTUM, **options):
+        return Case(threshold, module=Wide(), **options)
+
+    @staticmethod
+    def quanta(case):
+        """The quanta that all replicas have of each parameter."""
+        return set((shared_in(case) / QUANTUM.value).tolist())
+
+    def test_an_update_is_published_after_the_next_step(self):
+        case = self.case(exchange_every=2)
+
+        published = [case.step(names=("wide",)) for _ in range(4)]
+
+        assert [len(frames) for frames in published] == [0, 0, 1, 0]
+        [update] = published[2]
+        assert update.update.stamp.step == 3
+        # It has the two steps before it, and the third is not lost.
+        assert set(update.update.quanta_K.tolist()) == {8}
+        case.exchange.sync(0, 1, ended=False)
+        assert self.quanta(case) == {16.0, 0.0}
+        assert set(residual_in(case.exchange).tolist()) == {0.0}
+
+    def test_the_step_that_publishes_has_its_numbers(self):
+        case, exchanged = self.case(exchange_every=2), []
+
+        for _ in range(3):
+            case.step(names=("wide",))
+            exchanged.append(case.exchange.exchanged)
+            stats = case.exchange.step_stats()
+
+        assert exchanged == [False, False, True]
+        assert stats.encode_s == 10
+        assert stats.density == pytest.approx(1, rel=1e-3)
+        assert stats.sent_bytes > 64
+
+    @pytest.mark.parametrize(
+        ("every", "announced"), [(4, [4, 5, 8, 9]), ("auto", [2, 3, 4, 9])], ids=str
+    )
+    def test_steps_are_announced_that_publish_or_that_others_wait_for(
+        self, every, announced
+    ):
+        case = self.case(exchange_every=every, steps_made=10**6)
+        case.channel.drained_s = 0
+
+        for _ in range(9):
+            case.step(("wide",), seconds=50)
+
+        assert case.channel.progressed == announced
+
+    @pytest.mark.parametrize(
+        ("names", "options"),
+        [(("narrow",), {}), (("wide",), {"max_staleness": 0}), (("wide",), DENSELY)],
+        ids=["few entries", "lockstep", "dense"],
+    )
+    def test_what_does_not_pay_or_may_not_be_late_is_published_at_once(
+        self, names, options
+    ):
+        case = self.case(exchange_every=1, **options)
+
+        assert [len(case.step(names)) for _ in range(2)] == [1, 1]
+
+    def test_each_pattern_is_published(self):
+        case = self.case({"wide": QUANTUM, "narrow": QUANTUM}, exchange_every=1)
+
+        counts = [len(case.step(("wide", "narrow"))) for _ in range(3)]
+
+        assert counts == [0, 2, 2]
+
+    def test_a_sync_point_has_what_is_being_packed(self):
+        case = self.case(channel=Meeting(), exchange_every=1)
+        case.step(names=("wide",))
+
+        case.exchange.sync(0, 1, ended=True)
+
+        assert self.quanta(case) == {4.0, 0.0}
+        assert set(residual_in(case.exchange).tolist()) == {0.0}
+
+    def test_an_update_that_finds_no_room_stays_in_the_residual(self):
+        case = self.case(exchange_every=1)
+        case.step(names=("wide",))
+        case.channel.room, case.channel.announces_room = 0, True
+        assert case.step(names=("wide",)) == []
+        case.channel.room = 9
+
+        [update] = case.step(names=("wide",))
+
+        assert set(update.update.quanta_K.tolist()) == {8}
+        assert case.exchange.stats().exchanges == 1
+
+    def test_a_replica_that_leaves_sends_it_once(self):
+        case = self.case(exchange_every=1)
+        case.step(names=("wide",))
+
+        case.exchange.leave()
+
+        [last] = case.channel.frames
+        assert set((last.update.counts_N * GRID / QUANTUM.value).tolist()) == {4.0, 0.0}
+
+    @pytest.mark.parametrize(("contended_s", "every"), [(0.0, 8), (20.0, 32)], ids=str)
+    def test_the_interval_follows_what_holds_up_training(
+        self, contended_s, every, monkeypatch
+    ):
+        monkeypatch.setattr(gradient_sharing, "pack_beside", lambda _: contended_s)
+        case = self.case(steps_made=10**6)
+        case.channel.drained_s = 0
+
+        exchanges = [n for n in range(192) if case.step(("wide",), seconds=42)]
+
+        assert set(np.diff(exchanges[4:])) == {every}
+
+    def test_an_error_ends_the_next_step(self, monkeypatch):
+        case = self.case(exchange_every=1)
+        error = CodecError("levels must be in 1 .. 15, got 0 .. 16")
+        monkeypatch.setattr(codec, "pack", Mock(side_effect=error))
+        case.step(names=("wide",))
+
+        with pytest.raises(CodecError) as caught:
+            case.step(names=("wide",))
+
+        assert caught.value is error
+        assert self.quanta(case) == {0.0}  # nobody has it, and the sender neither
+
+
 class TestProgress:
     @pytest.mark.parametrize(
         ("options", "announced"),
@@ -506,9 +645,6 @@ class Meeting(Room):
 
     def agree(self, key, published, gone, load):
         pass
-
-
-GRID = 2.0**-24
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ class TestCompressor:
         assert (rest.pattern, rest.quantum) == ("*", 2.0**-3)
         assert sent_entries(bias) == [-6]
         assert sent_entries(rest) == [10, -14]
-        assert bias.body.size == rest.body.size == 16
+        assert bias.pack().size == rest.pack().size == 16
 
     def test_the_least_often_committed_pattern_comes_first(self):
         compressor = make(Layers(), {"bias": SMALL, "first": SMALL, "*": LARGE})
@@ -388,7 +388,7 @@ class TestLevels:
         update = proposed(compressor)
         compressor.commit_(update)
 
-        assert update.body.kind is codec.Kind.LEVELS
+        assert update.pack().kind is codec.Kind.LEVELS
         residual = compressor.vector.residual_counts() / round(update.quantum_count)
         assert residual.tolist() == [max(0, quanta - 15) for quanta in range(100)]
 

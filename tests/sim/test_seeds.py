@@ -5,11 +5,13 @@
 
 import contextlib
 import logging
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from daskdl.compression import replica_vector
+from daskdl.training import gradient_sharing
 from tests.sim import mutations, oracle, scenario, seeds
 from tests.sim.fit import Cluster, Setup
 from tests.sim.scenario import Fate, Fault, Scenario
@@ -54,6 +56,22 @@ def test_what_must_hold_holds_while_the_grid_changes(seed, monkeypatch):
     outcome = seeds.run_seed(seed)
 
     assert not isinstance(outcome, str), seeds.report(seed, outcome)
+
+
+FREE = 5, 7, 15, 17, 69, 79, 115, 194, 333  # not in lockstep; join, leave, are lost
+
+
+@pytest.mark.parametrize("seed", FREE)
+def test_what_must_hold_holds_while_updates_are_packed_beside_steps(seed, monkeypatch):
+    """Threads pack, but touch nothing else, so a seed stands for one run."""
+    packing = Mock(wraps=gradient_sharing.pack_beside)
+    monkeypatch.setattr(gradient_sharing, "pack_beside", packing)
+    monkeypatch.setattr(gradient_sharing, "BESIDE_ENTRIES", 1)
+
+    outcome = seeds.run_seed(seed)
+
+    assert not isinstance(outcome, str), seeds.report(seed, outcome)
+    assert packing.call_count > 0
 
 
 @pytest.mark.parametrize("inbox_bytes", [1, 2**20], ids=["folded", "not folded"])

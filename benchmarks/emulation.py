@@ -5,14 +5,15 @@ Question: What share of its speed does a replica keep in a run of 2 to 256 repli
 Counted:  Each member of a run leases rows, sleeps in place of a step, publishes an
           update, takes in updates that have arrived, and waits where it is more than
           `max_staleness` steps ahead when an interval begins. All members meet at a
-          barrier before the first step and after the last one. "default" chooses the
-          steps between exchanges as `GradientSharing()` does after its first 2048
-          steps, from the duration of an exchange: what it takes here, and what is left
-          out. The updates are those of a real run of the MLP with 5.8 million
-          parameters, two replicas, the default threshold and 16 steps between
+          barrier before the first step, which they take at different moments of an
+          interval, and after the last one. "default" chooses the steps between
+          exchanges as `GradientSharing()` does after its first 2048 steps, from the
+          duration of an exchange: what it takes here, and what is left out. The updates
+          are those of a real run of the MLP with 5.8 million parameters (fewer with
+          `--width`), two replicas, the default threshold and 16 steps between
           exchanges: sizes, encoding, decoding and relaying are real. Left out is what
           takes a core of its own on a real cluster: forward and backward pass, the
-          search for entries, committing them, and applying the entries of others.
+          search for entries, committing them, and applying those of others.
           Efficiency: steps per second, relative to the same loop without a channel, in
           the same run and with as many processes. CPU of the scheduler's process (this
           one) and of all workers, in cores. For each replica and second: kilobytes of
@@ -22,8 +23,10 @@ Counted:  Each member of a run leases rows, sleeps in place of a step, publishes
           `--processes` workers, which share this machine's cores with the scheduler.
           Memory: of all workers, at the end.
 Run:      python -m benchmarks emulation
-          python -m benchmarks emulation --replicas 2 16 64 256 --step-ms 1000
-              --exchange-every --seconds 80
+          python -m benchmarks emulation --replicas 2 16 64 --step-ms 1000
+              --exchange-every 0 --seconds 80
+          python -m benchmarks emulation --replicas 64 128 256 --step-ms 1000
+              --exchange-every 64 --width 512
 """
 
 import argparse
@@ -33,6 +36,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import dask
 import numpy as np
 import torch
 from distributed import Client, get_worker, secede
@@ -40,7 +44,7 @@ from distributed import Client, get_worker, secede
 from benchmarks.clusters import MAX_WORKERS, local_client, run_members, spread
 from benchmarks.report import lines
 from benchmarks.results import Question
-from benchmarks.work import WORKS, batches
+from benchmarks.work import SIDE, WIDTH, WORKS, batches, perceptron
 from daskdl import KeepResidual, SampledThreshold, codec
 from daskdl.channel.leasing import Lease
 from daskdl.channel.protocol import NAME, ChannelSpec
@@ -76,7 +80,7 @@ class Recording:
         return self.updates[(7 * replica + number) % len(self.updates)]
 
 
-def record() -> Recording:
+def record(width: int) -> Recording:
     task, stamp = WORKS["mlp"], codec.Stamp(0, 0, 1, 1)
     split = task.split()
     x, y = torch.from_numpy(split.x), torch.from_numpy(split.y)
@@ -84,7 +88,8 @@ def record() -> Recording:
     replicas = []
     for _ in range(2):
         torch.manual_seed(0)
-        module, rule = task.model(), SampledThreshold()
+        module = perceptron(SIDE * SIDE, width, width, 10)
+        rule = SampledThreshold()
         compressor = Compressor(FlatParameters(module), rule, KeepResidual())
         optimizer = task.optimizer("SGD")(module.parameters())
         scale = compressor.vector.set_scale_(0.5)
@@ -151,13 +156,17 @@ def without_channel(case: Case) -> float:
     return (time.monotonic() - began) / steps
 
 
-def member(spec: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
+def member(
+    spec: ChannelSpec, case: Case, updates: Recording, replicas: int
+) -> dict[str, Any]:
     """Take as many steps, with exchanges."""
     secede()
     channel = RemoteChannel(get_worker().extensions[NAME], spec)
     master = GradientSharing(exchange_every=case.exchange_every or "auto")
     interval = MeasuredInterval(master.pace())
     interval.note(0.0, 1.0)  # the first one does not count
+    exchange_s = updates.search_s + (replicas - 1) * updates.apply_s
+    interval.note(exchange_s, case.step_ms / 1000)  # of an exchange before
     leads, spent_s = [], 0.0
     leased_until, finished = 0, list[dict[str, Any]]()
 
@@ -168,6 +177,9 @@ def member(spec: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
     try:
         channel.join()
         channel.barrier("start", None)
+        interval.choose_(MADE)
+        # Replicas drift apart: their exchanges are spread over an interval.
+        time.sleep(spec.replica / replicas * interval.steps * case.step_ms / 1000)
         began = time.monotonic()
         for step in range(1, case.steps + 1):
             if step > leased_until:
@@ -224,7 +236,8 @@ def measured(
         routing = GradientSharing().routing_for(replicas)
     held = client.scatter(updates, broadcast=True)
     members, usage = run_members(
-        *(client, replicas, updates.size, routing, member, case, held),
+        *(client, replicas, updates.size, routing),
+        *(member, case, held, replicas),
         # A member that is faster than others leases more rows.
         rows=2 * replicas * case.steps,
     )
@@ -262,14 +275,17 @@ def measured(
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    updates = record()
+    updates = record(asked.width)
     for replicas in asked.replicas:
-        with local_client(min(replicas, asked.processes)) as client:
+        with (
+            dask.config.set({"distributed.comm.timeouts.connect": "300s"}),
+            local_client(min(replicas, asked.processes)) as client,
+        ):
             warm = Case(10.0, 1, 0.5)  # the first frames load the kernels
-            measured(client, replicas, asked.routing, warm, updates)
+            measured(client, len(client.nthreads()), asked.routing, warm, updates)
             for step_ms in asked.step_ms:
-                for every in (None, *asked.exchange_every):
-                    case = Case(step_ms, every, asked.seconds)
+                for every in asked.exchange_every:
+                    case = Case(step_ms, every or None, asked.seconds)
                     yield measured(client, replicas, asked.routing, case, updates)
 
 
@@ -284,7 +300,11 @@ QUESTION = Question(
     {
         "--replicas": [2, 4, 8, 16, 32],
         "--step-ms": [1.0, 10.0, 100.0, 150.0],
-        "--exchange-every": {"type": int, "nargs": "*", "default": [1, 16]},
+        "--exchange-every": {
+            **{"type": int, "nargs": "+", "default": [0, 1, 16]},
+            "help": "0: as chosen by default",
+        },
+        "--width": {"type": int, "default": WIDTH, "help": "of the MLP"},
         "--routing": {"choices": ["auto", "plain", "mesh"], "default": "auto"},
         "--processes": MAX_WORKERS,
         "--seconds": {"type": float, "default": 8.0, "help": "of each case"},

@@ -277,12 +277,14 @@ class RemoteChannel(Channel):
 
         A donor makes no snapshot while it validates, or in the middle of a step. Once
         the plain values have arrived, this replica takes updates in again, while the
-        arrays arrive in parts: buffered updates would hold up the others.
+        arrays arrive in parts: buffered updates would hold up the others. While all
+        donors serve others, nothing bounds the wait but the patience of those others,
+        each of which becomes a donor or fails.
         """
         request, seen = self._timeouts.bound("request"), dict[int, int]()
         deadline = self._now() + self._patience.seconds
-        while (donor := answer["donor"]) is not None:
-            worker, asked_at = answer["worker"], self._now()
+        while answer["training"]:
+            donor, worker, asked_at = answer["donor"], answer["worker"], self._now()
             cut = {o: max(s, seen.get(o, 0)) for o, s in answer["cut"]}
             reason = "no snapshot can be made at the moment"
             if worker is not None:
@@ -297,6 +299,8 @@ class RemoteChannel(Channel):
                 if arrays is not None:
                     return {**values, **arrays}
                 deadline = self._now() + self._patience.seconds
+            if donor is None:
+                deadline, asked_at = self._now() + self._patience.seconds, -math.inf
             if self._now() > deadline:
                 raise WaitTimeoutError(
                     f"replica {self._replica} waited {self._patience} for a snapshot, "

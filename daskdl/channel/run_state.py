@@ -5,6 +5,7 @@ events in `RunState.events`. No I/O, no clock, no thread.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,9 @@ from daskdl.config import Bound, Timeouts
 from daskdl.errors import DaskDLError, RunError, WaitTimeoutError, shown
 
 AT_FIRST = PeerProgress()
+# Replicas that load the state of one donor at the same time. With two, 64 replicas join
+# one that trains in four rounds, as each that has joined is a donor itself.
+MAX_READERS = 2
 
 
 @dataclass
@@ -49,6 +53,7 @@ class MemberState:
         heartbeat_at: Time of the last heartbeat, seconds on the scheduler's clock.
         progress: Last known progress.
         steps: Last known number of steps that it has taken.
+        donor: While it joins, the replica whose state it loads; None: none yet.
         generation: In a mesh, membership that the replica has adopted; -1: none yet.
         adopted_at: Its last update when it adopted that membership, or a later one.
         received: By origin, the update up to which all are received or not needed.
@@ -66,6 +71,7 @@ class MemberState:
     heartbeat_at: float = 0.0
     progress: PeerProgress = AT_FIRST
     steps: int = 0
+    donor: int | None = None
     generation: int = -1
     adopted_at: int = 0
     received: dict[int, int] = field(default_factory=dict)
@@ -187,11 +193,18 @@ class Membership:
             return []
         return [r for r in self.present if self.replicas[r].heartbeat_at < before]
 
-    def donor(self) -> int | None:
-        """The replica that makes snapshots: the training replica with most steps."""
-        return max(
-            self.training, key=lambda r: self.replicas[r].progress.step, default=None
+    def donor_of(self, replica: int) -> int | None:
+        """The donor for a joining replica; None while all serve `MAX_READERS` others.
+
+        Of the replicas that train, it is the one with fewest readers, and among those
+        the one with most steps.
+        """
+        readers = Counter(
+            self.replicas[r].donor for r in self.not_active if r != replica
         )
+        free = [r for r in self.training if readers[r] < MAX_READERS]
+        progress = {r: self.replicas[r].progress.step for r in free}
+        return min(free, key=lambda r: (readers[r], -progress[r]), default=None)
 
     def describe(self, replicas: Iterable[int], now: float) -> str:
         """Describe replicas: worker, progress, age of the heartbeat; may be empty."""

@@ -171,6 +171,9 @@ PACE_S = 0.010
 WATCHDOG_S = 0.25
 GRACE_S = 3.0  # for the replicas of a closing worker to flush, which waits 2 s at most
 MAX_REPLICAS = 1000  # per worker
+# A joining replica asks again after this time if all donors serve others: meanwhile it
+# buffers updates, and each answer lets it drop them.
+QUEUED_S = 1.0
 DESCRIBE_S = 5.0  # longest time for a worker to say what its replicas do
 FINISHED = "the run was closed"  # why a run stops that its client closes
 MAX_WAIT_S = 3600.0  # longest wait of a client for events; usually a few seconds
@@ -366,7 +369,8 @@ class LiveRun:
 
         The answer to a joining replica names the donor of its snapshot, its worker and
         the updates that the snapshot must contain; all later updates are sent to the
-        replica. No worker: no snapshot can be made now, so it has to ask again.
+        replica. No worker: no snapshot can be made now, so it has to ask again. No
+        donor: all of them serve others, or, if nobody trains, none is left.
         """
         state, members = self.state, self.state.members
         if version != VERSION:
@@ -389,7 +393,6 @@ class LiveRun:
                 "members": present,
                 "gone": sorted(members.gone),
                 "topology": state.topology(),
-                "donor": None,
             }
         generation, member = members.generation, members.replicas[replica]
         member.heartbeat_at = math.inf  # no heartbeat while it waits here
@@ -399,17 +402,26 @@ class LiveRun:
             # report.
             return member.gone or (state.can_cut(generation) and not state.holding)
 
+        def has_donor() -> bool:
+            is_served = members.donor_of(replica) is not None
+            return is_served or member.gone or not members.training
+
+        member.donor = None
         with contextlib.suppress(TimeoutError):  # it asks again
             await self.until(ready, state.timeouts.request)
+            await self.until(has_donor, QUEUED_S)
         members.taking_part(replica).heartbeat_at = self.now()
-        donor, cut, worker = members.donor(), {}, None
-        if donor is not None and ready():
-            cut, worker = state.cut(replica), members.replicas[donor].worker
+        donor, cut, worker = members.donor_of(replica), {}, None
+        if members.training and ready():
+            cut = state.cut(replica)  # if it is queued, to drop what it has buffered
+            if donor is not None:
+                member.donor, worker = donor, members.replicas[donor].worker
         return {
             "members": [],
             "gone": sorted(members.gone),
             "topology": state.topology(),
             "donor": donor,
+            "training": members.training,
             "worker": worker,
             "cut": list(cut.items()),
         }

@@ -105,7 +105,7 @@ async def test_a_joining_replica_asks_another_donor_if_the_first_has_gone(
     async with a_run(c, s, *workers, routing=routing) as run:
         first, second = run.channels[2], run.channels[0]
         first.progress(9)  # the donor, as it has most steps; but it serves none
-        await wait_until(lambda: run.record.members.donor() == 2)
+        await wait_until(lambda: run.record.members.donor_of(3) == 2)
         second.progress(5)
         await wait_until(lambda: run.record.members.replicas[0].progress.step == 5)
         second.serve_snapshot(applied_by(second))

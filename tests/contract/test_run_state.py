@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections import Counter
 
 import pytest
 
@@ -15,7 +16,12 @@ from daskdl.channel.leasing import (
     SyncPoint,
 )
 from daskdl.channel.protocol import BarrierKind, Message, PeerProgress, read
-from daskdl.channel.run_state import EXCESS_BYTES, EXCESS_UPDATES, RunState
+from daskdl.channel.run_state import (
+    EXCESS_BYTES,
+    EXCESS_UPDATES,
+    MAX_READERS,
+    RunState,
+)
 from daskdl.channel.transport import Outbox
 from daskdl.training.telemetry import EpochTotals
 from tests.support.run_states import EACH, TIMEOUTS, joined, plan_of, queued, update
@@ -467,6 +473,41 @@ def test_updates_that_a_joining_replica_may_need_are_not_acknowledged():
     acknowledge(state, replica, 0, 3, received={0: 8})
 
     assert state.received_by_all(0) == 8
+
+
+def test_the_rounds_in_which_replicas_join_grow_with_the_logarithm_of_their_number():
+    state, rounds = joined(1), 0
+    members = state.members
+    waiting = [newcomer(state) for _ in range(64)]
+    while waiting:
+        for replica in waiting:
+            members.replicas[replica].donor = members.donor_of(replica)
+        loading = [r for r in waiting if members.replicas[r].donor is not None]
+        readers = Counter(members.replicas[r].donor for r in loading)
+        assert max(readers.values()) <= MAX_READERS
+        for replica in loading:
+            state.activate(replica, step=0)
+        waiting = members.not_active
+        rounds += 1
+
+    assert rounds == 4 == math.ceil(math.log(1 + 64, 1 + MAX_READERS))
+
+
+def test_a_replica_whose_donor_fails_or_serves_the_fewest_has_another_one():
+    state = joined(3)
+    members = state.members
+    for replica, step in ((0, 4), (1, 9), (2, 6)):
+        members.replicas[replica].advance(step)
+    first, second, third = (newcomer(state) for _ in range(3))
+
+    for replica, donor in ((first, 1), (second, 2), (third, 0)):
+        assert members.donor_of(replica) == donor
+        members.replicas[replica].donor = donor
+    assert members.donor_of(first) == 1  # itself counts as no reader
+    state.lose(1, "no heartbeat", 9.0)
+    assert members.donor_of(first) == 2  # with one reader, as 0, and more steps
+    state.lose(third, "no heartbeat", 9.0)
+    assert members.donor_of(first) == 0  # whose reader has gone
 
 
 def test_a_retried_activation_changes_nothing():

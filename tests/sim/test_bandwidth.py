@@ -7,6 +7,7 @@ import pytest
 
 from daskdl.channel import protocol
 from daskdl.channel.remote import JOIN_PACE_S
+from daskdl.channel.run_state import MAX_READERS
 from tests.sim.cluster import simulated
 from tests.support.channels import (
     EITHER,
@@ -104,7 +105,7 @@ async def test_a_donor_that_is_lost_half_way_is_replaced_and_each_update_comes_o
     async with a_run(c, s, *workers, timeouts=BOUNDS, routing=routing) as run:
         first, second, third = run.channels[2], run.channels[0], run.channels[1]
         first.progress(9)  # the donor, as it has most steps
-        await wait_until(lambda: run.record.members.donor() == 2)
+        await wait_until(lambda: run.record.members.donor_of(3) == 2)
         second.progress(5)
         await wait_until(lambda: run.record.members.replicas[0].progress.step == 5)
         serve(first)
@@ -218,8 +219,9 @@ async def test_a_donor_keeps_the_newest_two_snapshots_for_each_replica(
     c, s, a, b, monkeypatch
 ):
     async with a_run(c, s, a, b, timeouts=BOUNDS) as run:
-        donor, answer = run.channels[0], a.handlers["daskdl_snapshot"]
-        names = {2: [], 3: []}
+        donor, peer = run.channels[0], run.channels[1]
+        members = run.record.members
+        answer, names = a.handlers["daskdl_snapshot"], {2: [], 4: []}
 
         async def losing(reader, **fields):
             snapshot = await answer(reader=reader, **fields)
@@ -229,19 +231,23 @@ async def test_a_donor_keeps_the_newest_two_snapshots_for_each_replica(
 
         monkeypatch.setitem(a.handlers, "daskdl_snapshot", losing)
         released = held_up(a.handlers, "daskdl_fetch", monkeypatch)
-        donor.serve_snapshot(applied_by(donor))
-        serving = begin(donor.wait_for_updates, {1: 1})
+        for channel in (donor, peer):
+            channel.serve_snapshot(applied_by(channel))
+        serving = [begin(donor.wait_for_updates, {1: 1})]
+        serving.append(begin(peer.wait_for_updates, {0: 1}))
         joining = []
-        for worker in (a, b):
+        for worker in (a, b, a):  # the second one has the other donor
             replica, newcomer = await run.newcomer(worker)
             joining.append(begin(newcomer.join))
-            await wait_until(lambda replica=replica: names[replica])
-        await wait_until(lambda: len(names[2]) == 5)
+            await wait_until(lambda r=replica: members.replicas[r].donor == r % 2)
+        await wait_until(lambda: len(names[2]) >= 5 and names[4])
         released.set()
         for pending in joining:
             await pending
-        assert publish(run.channels[1])
-        await serving
+        for channel in (donor, peer):
+            assert publish(channel)
+        for pending in serving:
+            await pending
 
         async def kept(name):
             part = await run.ask_worker(0, "daskdl_fetch", name=name, part=0)
@@ -249,7 +255,33 @@ async def test_a_donor_keeps_the_newest_two_snapshots_for_each_replica(
             return part["status"] == "ok"
 
         assert [await kept(name) for name in names[2]] == [False] * 3 + [True] * 2
-        assert all([await kept(name) for name in names[3][-2:]])
+        assert all([await kept(name) for name in names[4][-2:]])
+
+
+@EITHER
+@simulated(2)
+async def test_a_replica_that_has_joined_is_the_donor_of_those_that_wait(
+    c, s, a, b, routing
+):
+    async with a_run(c, s, a, routing=routing) as run:
+        donor, members = run.channels[0], run.record.members
+        donor.serve_snapshot(applied_by(donor))
+        joining = {}
+        for _ in range(MAX_READERS + 1):
+            replica, newcomer = await run.newcomer(b)
+            joining[replica] = begin(newcomer.join)
+        await wait_until(lambda: len(run.link(0).snapshot_requests) == MAX_READERS)
+        (queued,) = [r for r in joining if members.replicas[r].donor is None]
+        donor.check()
+        first = next(r for r in joining if r != queued)
+        await joining[first]
+        await in_thread(run.channels[first].activate, 3)
+
+        await wait_until(lambda: run.link(first).snapshot_requests)
+        run.channels[first].serve_snapshot(applied_by(run.channels[first]))
+        run.channels[first].check()
+        for pending in joining.values():
+            assert (await pending).snapshot["step"] == 3
 
 
 @simulated(2)

@@ -190,7 +190,7 @@ async def test_a_joining_replica_does_not_wait_for_an_update_that_its_donor_lack
         assert publish_damaged(origin, 1, step=1)
         await in_thread(donor.wait_for_peers, 1, 0, 0)
         donor.progress(9)
-        await wait_until(lambda: run.record.members.donor() == 0)
+        await wait_until(lambda: run.record.members.donor_of(3) == 0)
         _, newcomer = await run.newcomer(a)
         joining = begin(newcomer.join)
         await wait_until(lambda: run.link(0).snapshot_requests)

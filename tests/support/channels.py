@@ -327,8 +327,10 @@ class DaskRun(Run):
 
     async def newcomer(self, worker):
         """Assign one more replica to a worker; its channel has not joined."""
+        address = worker.address
+        count = len(self.record.members.assigned_to(address)) + 1
         answer = await self.ask(
-            "daskdl_assign", run=RUN, worker=worker.address, replicas=2
+            "daskdl_assign", run=RUN, worker=address, replicas=count
         )
         (replica,) = answer["replicas"]
         self.workers.append(worker)

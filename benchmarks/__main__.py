@@ -24,6 +24,7 @@ QUESTIONS = {
     "cuda": "cuda.QUESTION",
     "wire-size": "wire_size.QUESTION",
     "first-step": "first_step.QUESTION",
+    "start": "start.QUESTION",
     "memory": "memory.QUESTION",
     "channel": "channel.QUESTION",
     "plan": "plan.QUESTION",

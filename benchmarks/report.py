@@ -39,6 +39,7 @@ SECTIONS = {
     "On a GPU": "cuda",
     "Frame sizes": "wire-size",
     "Time to the first step": "first-step",
+    "Start on slow links": "start",
     "Memory of a worker": "memory",
     "The channel alone": "channel",
     "Accuracy of the plan": "plan",

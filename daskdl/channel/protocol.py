@@ -256,6 +256,12 @@ ASSIGN, UNASSIGN, RESTORE = "daskdl_assign", "daskdl_unassign", "daskdl_restore"
 AGREED = "daskdl_agreed"
 # request to the scheduler, from a client, and to workers, from the scheduler
 DESCRIBE = "daskdl_describe"
+# requests to the scheduler about the model, from a client; SPREAD also from a worker
+OFFER, PUT, SPREAD = "daskdl_offer", "daskdl_put", "daskdl_spread"
+# request for a part of the model, to the scheduler or a worker, from a worker
+PART = "daskdl_part"
+# requests to a worker about the model, from the scheduler
+RECEIVE, DROP = "daskdl_receive", "daskdl_drop"
 # request to the scheduler, from a new worker
 ARRIVE = "daskdl_arrive"
 # requests to the scheduler, from a replica
@@ -613,7 +619,7 @@ class ChannelSpec:
 PART_BYTES = 4 * 2**20  # bytes per answer; crosses a slow link within the timeout
 
 Arrays = Mapping[str, NDArray[Any]]
-Form = Sequence[Any]  # name, dtype and shape of an array: plain values
+Form = tuple[str, str, Sequence[Natural]]  # name, dtype and shape of an array
 
 
 class BlobParts:
@@ -626,7 +632,8 @@ class BlobParts:
         ([0, 1, 2], [0.5])
     """
 
-    def __init__(self, arrays: Arrays) -> None:
+    def __init__(self, arrays: Arrays, part_bytes: int | None = None) -> None:
+        self._part_bytes = part_bytes or PART_BYTES
         self.forms: list[Form] = [
             (name, array.dtype.str, list(array.shape)) for name, array in arrays.items()
         ]
@@ -638,14 +645,14 @@ class BlobParts:
     @property
     def parts(self) -> int:
         """Number of parts, >= 1."""
-        return max(1, -(-self.nbytes // PART_BYTES))
+        return max(1, -(-self.nbytes // self._part_bytes))
 
     def part(self, number: int) -> NDArray[np.uint8]:
         """Return the bytes of a part, without a copy if it lies within one array."""
         if not 0 <= number < self.parts:
             raise ValueError(f"part must be in 0 .. {self.parts - 1}, got {number}")
-        start = number * PART_BYTES
-        stop = min(start + PART_BYTES, self.nbytes)
+        start = number * self._part_bytes
+        stop = min(start + self._part_bytes, self.nbytes)
         cut = []
         for view_B, end in zip(self._views_B, self._ends, strict=True):
             begin = end - view_B.size

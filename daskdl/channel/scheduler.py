@@ -17,6 +17,7 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from typing_extensions import override
 
+from daskdl.channel.broadcast import SchedulerCopies
 from daskdl.channel.dashboard import Announced, Dashboard, RunView
 from daskdl.channel.leasing import Lease, RunSpec
 from daskdl.channel.protocol import (
@@ -735,6 +736,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     idempotent = True
     runs: dict[int, LiveRun]
     arrived: dict[str, WorkerVersions]  # by address
+    copies: SchedulerCopies
     dashboard: Dashboard
 
     def __init__(self) -> None:
@@ -750,7 +752,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         earliest = scheduler.extensions.setdefault(NAME, self)
         if earliest is not self:
             self.runs, self.arrived = earliest.runs, earliest.arrived
-            self.dashboard = earliest.dashboard
+            self.dashboard, self.copies = earliest.dashboard, earliest.copies
             return
         self.attach(SchedulerOverDask(scheduler))
         self._pace = Pace(scheduler)
@@ -767,12 +769,14 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     def attach(self, transport: SchedulerTransport) -> None:
         """Answer the requests to a server."""
         self._transport = transport
+        self.copies = SchedulerCopies(transport)
         guard = Guard(self._count)
         of_runs = handlers_of(LiveRun)
         handlers = {
             name: self._of_run(name, method) for name, method in of_runs.items()
         }
-        for operation, handler in {**handlers, **handlers_of(self)}.items():
+        handlers |= {**handlers_of(self), **handlers_of(self.copies)}
+        for operation, handler in handlers.items():
             transport.handlers[operation] = guard.of(handler)
 
     def _of_run(self, operation: str, method: Handler) -> Handler:
@@ -824,6 +828,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             raise ValueError(f"run {run_id(run)} is already open")
         live = LiveRun(run_spec, self._transport, client, self.dashboard)
         self.runs[run] = live
+        self.copies.release((run, run_spec.secret))
         # Workers without a replica: some arrived after the client's choice, others had
         # no work left. The client tells them apart.
         for worker, versions in self.arrived.items():
@@ -838,6 +843,8 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         if run in self.runs:
             check_secret(secret, self.runs[run].state.spec.secret)
         still_here = await self._close(run, FINISHED)
+        if secret is not None:  # the run may not have opened
+            self.copies.drop(run, secret)
         return {"status": Answer.OK.value, "still_here": still_here}
 
     async def _close(self, run: int, reason: str, wait_s: float = 0.0) -> str:
@@ -849,6 +856,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         still_here = await live.close(reason, wait_s)
         if self.runs.get(run) is live:  # else it was closed twice
             del self.runs[run]
+            self.copies.drop(run, live.state.spec.secret)
             self._set_pace()
             self.dashboard.end(run, self._transport.loop, finished=finished)
             logger.info("run %s: %s", live.state.spec.label, live.state.stopped)
@@ -892,6 +900,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     def worker_removed(self, worker: str) -> None:
         """Handle a worker that closed or died, and was removed by Dask."""
         self.arrived.pop(worker, None)
+        self.copies.worker_removed(worker)
         for live in list(self.runs.values()):
             for replica, member in list(live.state.members.replicas.items()):
                 if member.worker == worker:
@@ -906,6 +915,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         announced = self.dashboard.announced
         for run in [r for r, coming in announced.items() if coming.client == client]:
             del announced[run]
+        self.copies.client_removed(client, self.runs)
         for run, live in list(self.runs.items()):
             if live.client == client:
                 task = asyncio.ensure_future(self._abandon(run, live))

@@ -133,6 +133,10 @@ class Transport(ABC):
             OSError: If the connection is lost, or none can be made.
         """
 
+    async def is_listening(self, address: str, timeout_s: float) -> bool:
+        """Whether a process listens at an address, see the function of this name."""
+        return await is_listening(address, timeout_s)
+
 
 class TaskPlaces(NamedTuple):
     """Addresses of the workers that hold the result of a Dask task, or compute it."""
@@ -155,10 +159,6 @@ class SchedulerTransport(Transport):
     @abstractmethod
     def places(self, key: str) -> TaskPlaces | None:
         """Return the places of a task; None if the task is unknown."""
-
-    async def is_listening(self, address: str, timeout_s: float) -> bool:
-        """Whether a process listens at an address, see the function of this name."""
-        return await is_listening(address, timeout_s)
 
 
 class WorkerOverDask(Transport):

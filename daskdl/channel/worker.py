@@ -28,6 +28,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.profile import call_stack
 from typing_extensions import override
 
+from daskdl.channel.broadcast import WorkerCopies
 from daskdl.channel.inbox import (
     Inbox,
     PreSnapshotBuffer,
@@ -457,6 +458,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
 
     name = NAME
     idempotent = True
+    copies: WorkerCopies
     endpoints: dict[tuple[int, int], ReplicaEndpoint]
     refused: int  # unreadable messages, and messages to replicas not on this worker
 
@@ -477,16 +479,19 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             self.endpoints, self._pace = former.endpoints, former._pace
         worker.extensions[NAME] = self
         self._worker = worker
-        self.attach(WorkerOverDask(worker))
+        self.attach(WorkerOverDask(worker), None if former is None else former.copies)
         if worker.nanny:
             # The process runs only this worker. A search for cycles among the objects
             # of torch at exit takes over a second of the four that a nanny waits.
             atexit.unregister(gc.freeze)
             atexit.register(gc.freeze)
 
-    def attach(self, transport: Transport) -> None:
-        """Answer the requests to a server."""
+    def attach(self, transport: Transport, copies: WorkerCopies | None = None) -> None:
+        """Answer the requests to a server, which may have copies already."""
         self._transport = transport
+        self.copies = WorkerCopies(transport) if copies is None else copies
+        for operation, handler in handlers_of(self.copies).items():
+            transport.handlers[operation] = self._guard.of(handler)
         # Not in `__init__`: Dask pickles the plugin, and a guarded handler has types.
         self._shared = self._guard.of(self._share)
         for operation, handler in handlers_of(self).items():

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from daskdl.channel import protocol
-from daskdl.channel.protocol import NAME, PART_BYTES, Answer, join, unwrap
+from daskdl.channel.broadcast import parts_of, send
+from daskdl.channel.protocol import NAME, Answer, join, unwrap
 from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
@@ -41,7 +42,6 @@ from daskdl.data.distribute import (
     check_annotations,
     new_key,
     responsive,
-    scatter,
     workers_of,
 )
 from daskdl.data.source import Source
@@ -73,30 +73,18 @@ from daskdl.util import CLIENT_VERSIONS, REMEDY, arrival_plugin, mismatch
 logger = logging.getLogger(__name__)
 
 
-MAX_PARTS = 256  # of one model
+MODEL = "model"  # the packed `ReplicaSpec`, beside sources by phase
 
 
-def parts_of(payload: NDArray[np.uint8], workers: int) -> list[NDArray[np.uint8]]:
-    """Cut the bytes of a model for a number of workers.
-
-    Dask sends each value to one worker, which sends it to the others. With several
-    values, all workers send a share concurrently, and no worker sends the whole model
-    to all others.
-
-    Example:
-        >>> payload = np.zeros(3 * PART_BYTES // 2, np.uint8)
-        >>> [len(parts_of(payload, workers)) for workers in (1, 2)]
-        [1, 2]
-    """
-    if workers == 1:
-        return [payload]
-    size = max(PART_BYTES, -(-payload.nbytes // MAX_PARTS))
-    return [payload[start : start + size] for start in range(0, payload.nbytes, size)]
+def packed_argument(name: str, payload: NDArray[np.uint8]) -> Packed[Any]:
+    """Return a value that was sent, with the user's argument that it comes from."""
+    return Packed.of(payload, "trainer" if name == MODEL else "X")
 
 
 def train_replica(
-    parts: Sequence[NDArray[np.uint8]],
-    sources: Mapping[str, Packed[Source]],
+    run: int,
+    secret: int,
+    bound: Bound,
     number: int,
     on_worker: int,
     routing: str,
@@ -106,8 +94,9 @@ def train_replica(
     """Train one replica on this worker, from start to end.
 
     Args:
-        parts: The packed `ReplicaSpec`, see `parts_of`.
-        sources: Sources of which every worker has a full copy, by phase.
+        run: Id of the run.
+        secret: Secret of the run.
+        bound: Longest wait for the model, if it is not on this worker yet.
         number: Number of the replica.
         on_worker: Number of replicas on this worker.
         routing: Name of the routing.
@@ -119,12 +108,13 @@ def train_replica(
     # Frees the slot for other tasks, and keeps adaptive clusters from closing it.
     secede()
     worker = get_worker()
-    payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    spec: ReplicaSpec = Packed.of(payload, "trainer").unpack()
-    del payload
     plugin = worker.extensions.get(NAME)
     if not isinstance(plugin, ChannelWorkerPlugin):
         raise ChannelError(f"worker {worker.address} has no daskdl plugin; see its log")
+    # Sources of which every worker has a full copy are beside the model, by phase.
+    packed = plugin.copies.values(run, secret, worker.address, bound, packed_argument)
+    sources = {phase: source for phase, source in packed.items() if phase != MODEL}
+    spec: ReplicaSpec = packed[MODEL].unpack()
     channel = RemoteChannel(plugin, spec.channel_spec(number, routing))
     store = WorkerStore(sources, channel, spec.timeouts, spec.load_threads)
     finished = False
@@ -392,15 +382,18 @@ class DaskBackend(Backend):
         self.workers = dict(workers)
         self._client = client
         self._spec = spec
-        self._packed = packed
         self._routing = spec.master.routing_for(len(set(workers.values())))
         self._initial = set(workers)
         self._supplies = supplies
         self._most_replicas = most_replicas
         self._futures: dict[int, Future] = {}  # by replica; cancelled ones are removed
-        # The parts of the model, and sources by phase, until tasks are submitted. Not
-        # local variables: a logged error may keep its frame, and so the futures.
-        self._scattered: tuple[list[Future], dict[str, Future]] = [], {}
+        arrays = {MODEL: packed.payload} | {
+            phase: placement.packed.payload
+            for phase, placement in supplies.items()
+            if placement.packed
+        }
+        self._sent = parts_of(arrays)
+        self._unsent = list(range(self._sent.parts))  # the scheduler has no such parts
         self._rows: list[Row] = []  # of the history, not sent to the scheduler yet
         self._retry_at: dict[str, float] = {}  # by worker; monotonic time
         self._answered_at = time.monotonic()  # last response of the scheduler
@@ -413,6 +406,7 @@ class DaskBackend(Backend):
 
     @override
     def start(self) -> bool:
+        self._register_plugins()
         self._send_first()
         self._open()
         there = set(self._client.nthreads())
@@ -432,7 +426,7 @@ class DaskBackend(Backend):
         thawed = False
         while True:
             try:
-                self._send(self.workers)
+                self._send(sorted(set(self.workers.values())))
             except OSError as error:
                 there = responsive(self._client, set(self.workers.values()))
                 silent = {r: w for r, w in self.workers.items() if w not in there}
@@ -452,8 +446,8 @@ class DaskBackend(Backend):
             else:
                 return
 
-    def _open(self) -> None:
-        """Set up the plugins, and open the run on the scheduler."""
+    def _register_plugins(self) -> None:
+        """Set up the plugins on the scheduler and on the workers."""
         self._client.register_plugin(ChannelSchedulerPlugin())
         try:
             self._client.register_plugin(arrival_plugin(NAME))
@@ -462,6 +456,9 @@ class DaskBackend(Backend):
             # worker fails; `start` leaves out that worker.
             logger.warning("a worker has left at the start of the run: %s", error)
             self._client.run(_set_up, on_error="return")
+
+    def _open(self) -> None:
+        """Open the run on the scheduler."""
         run = run_spec_of(
             self._spec,
             self.workers,
@@ -472,41 +469,54 @@ class DaskBackend(Backend):
         )
         self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)
 
-    def _send(self, replicas: Mapping[int, str]) -> None:
-        """Scatter the model and sources that workers need in full; set `_scattered`."""
-        workers = sorted(set(replicas.values()))
-        name = new_key(f"replica-{protocol.run_id(self._spec.run)}")
-        payload = self._packed.payload
-        parts = {
-            f"{name}-{number}": part
-            for number, part in enumerate(parts_of(payload, len(workers)))
-        }
-        sources = {
-            f"{name}-{phase}": placement.packed
-            for phase, placement in self._supplies.items()
-            if placement.packed
-        }
-        # `scatter` blocks the handling of events, so workers that joined later get a
-        # shorter bound.
-        initial = self._initial.issuperset(replicas)
-        bound = self._spec.timeouts.bound("join" if initial else "request")
-        nbytes = payload.nbytes + sum(s.payload.nbytes for s in sources.values())
-        what = f"the model ({nbytes} bytes)"
-        futures = scatter(self._client, {**parts, **sources}, workers, bound, what)
-        self._scattered = (
-            [futures[key] for key in parts],
-            {key.removeprefix(f"{name}-"): futures[key] for key in sources},
-        )
+    def _send(self, workers: Sequence[str]) -> None:
+        """Send the model, and sources that workers need in full, to these workers.
+
+        Raises:
+            OSError: If a worker has left, or does not take them in time.
+        """
+        bound = self._spec.timeouts.bound("join")
+        identity = {"run": self._spec.run, "secret": self._spec.secret}
+
+        def ask(operation: str, **fields: Any) -> Awaitable[Any]:
+            asking = getattr(self._client.scheduler, operation)
+            answer: Awaitable[Any] = asking(**identity, **fields)
+            return answer
+
+        async def send_all() -> Mapping[str, str]:
+            try:
+                async with asyncio.timeout(bound.seconds):
+                    return await send(
+                        ask,
+                        self._sent,
+                        self._unsent,
+                        workers,
+                        client=self._client.id,
+                        timeout_s=self._spec.timeouts.request,
+                    )
+            except TimeoutError as error:
+                raise WaitTimeoutError(
+                    f"the model ({self._sent.nbytes} bytes) could not be sent to "
+                    f"{', '.join(workers)} within {bound}; is the network slow, or a "
+                    "worker busy?"
+                ) from error
+
+        failures = self._client.sync(send_all)
+        if failures:
+            reasons = "; ".join(f"{worker}: {why}" for worker, why in failures.items())
+            raise OSError(f"the model was not sent to all workers: {reasons}")
 
     def _submit(self, replicas: Mapping[int, str]) -> None:
-        """Submit one task for each replica, with what `_send` has sent."""
+        """Submit one task for each replica."""
         there = {*self._futures, *replicas}
         per_worker = Counter(self.workers[replica] for replica in there)
         for replica, worker in replicas.items():
             with dask.annotate(retries=0):  # overrides an enclosing annotation
                 self._futures[replica] = self._client.submit(
                     train_replica,
-                    *self._scattered,
+                    self._spec.run,
+                    self._spec.secret,
+                    self._spec.timeouts.bound("data"),
                     replica,
                     per_worker[worker],
                     self._routing,
@@ -516,7 +526,6 @@ class DaskBackend(Backend):
                     allow_other_workers=False,
                     pure=False,
                 )
-        self._scattered = [], {}
 
     def _unassign(self, replicas: Iterable[int]) -> None:
         """Cancel replicas that do not start, and free their numbers."""
@@ -567,8 +576,11 @@ class DaskBackend(Backend):
                     yield TaskFailed(replica, future.exception())
                 elif future.status == "error":
                     error = future.exception()
-                    logger.warning("replica %s cannot join: %s", replica, error)
                     self._unassign([replica])
+                    if isinstance(error, ChannelError | WaitTimeoutError):  # no model
+                        self._retry_later(self.workers[replica], str(error))
+                    else:
+                        logger.warning("replica %s cannot join: %s", replica, error)
         if not self._futures:
             # The scheduler may still wait for messages of closing workers.
             where = ", ".join(sorted(set(self.workers.values())))
@@ -632,13 +644,7 @@ class DaskBackend(Backend):
         )
         joining = dict.fromkeys(answer.get("replicas", ()), worker)
         self.workers |= joining
-        if joining:
-            try:
-                self._send(joining)
-                self._submit(joining)
-            except OSError as error:
-                self._unassign(joining)
-                self._retry_later(worker, error)
+        self._submit(joining)
 
     def _retry_later(
         self, worker: str, error: OSError | str, *, passes: bool = True
@@ -735,7 +741,6 @@ class DaskBackend(Backend):
     @override
     def close(self) -> None:
         self._client.loop.add_callback(self._fetcher.close)
-        self._scattered = [], {}
         if not self._connected:  # Dask has cancelled the futures
             self._futures.clear()
             return

@@ -12,9 +12,9 @@ import dask.config
 import pytest
 from distributed.utils_test import poll_for
 
+from daskdl.channel import protocol
 from daskdl.channel.protocol import NAME
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
-from daskdl.training import dask_backend
 from tests.support.clusters import Script, cluster_of, enough
 from tests.support.problems import rows, trainer
 
@@ -58,6 +58,27 @@ def test_a_worker_that_joins_while_a_fit_begins_is_used(growing, monkeypatch):
     assert seen[-1] == 2
 
 
+def test_the_client_sends_the_model_once_for_workers_that_join_later_too(
+    growing, monkeypatch
+):
+    growing.register_plugin(ChannelSchedulerPlugin())
+    handlers, numbers = growing.cluster.scheduler.handlers, []
+    take = handlers[protocol.PUT]
+
+    async def counting(number, **fields):
+        numbers.append(number)
+        return await take(number=number, **fields)
+
+    monkeypatch.setitem(handlers, protocol.PUT, counting)
+    here = len(growing.nthreads())
+    grow = (here, lambda: growing.cluster.scale(here + 1))
+
+    Script(grow, (here + 1, enough)).run(trainer(growing), X, Y)
+
+    assert numbers == [*range(len(numbers))]
+    assert numbers
+
+
 def kill(client, workers):
     pids = client.run(os.getpid)
     for worker in workers:
@@ -74,26 +95,6 @@ def test_a_worker_that_is_lost_before_the_run_is_open_is_left_out(three, monkeyp
     assert acted
     assert history[0]["replicas"] >= 2
     assert history[0]["examples"] == len(X)
-
-
-@pytest.mark.slow
-def test_workers_send_each_other_shares_of_the_model_at_the_start(client, monkeypatch):
-    sent, scatter = [], dask_backend.scatter
-
-    def scattering(client, values, *arguments):
-        sent.append(values)
-        return scatter(client, values, *arguments)
-
-    monkeypatch.setattr(dask_backend, "scatter", scattering)
-    monkeypatch.setattr(dask_backend, "PART_BYTES", 1000)
-
-    history = trainer(client).fit(X, Y, batch_size=16)
-
-    (values,) = sent
-    sizes = [part.nbytes for part in values.values()]
-    assert len(sizes) > 2
-    assert set(sizes[:-1]) == {1000}
-    assert history[0]["replicas"] == len(client.nthreads())
 
 
 def test_a_worker_ends_without_a_garbage_collection_of_torch(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from daskdl.data import distribute
 from daskdl.data.tables import InMemory
-from daskdl.errors import OptionError, WaitTimeoutError
+from daskdl.errors import ChannelError, OptionError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training import dask_backend
 from daskdl.training.backend import most_replicas, replicas_here
@@ -156,6 +156,12 @@ class Task:
     def done(self) -> bool:
         return self.status != "pending"
 
+    def fail(self, error: Exception) -> None:
+        self.status, self.error = "error", error
+
+    def exception(self) -> Exception:
+        return self.error
+
     def cancel(self) -> None:
         self.status = "cancelled"
 
@@ -181,19 +187,24 @@ class Training(Cluster):
         super().__init__(a=0, b=0, c=0)
         self.slow_sends = 0  # how many messages do not arrive, although all answer
         self.opened: list[dict[int, str]] = []
+        self.failures: list[Exception] = []  # of the first tasks
         self.scheduler = self
         self.tasks: list[Task] = []
         self._events = list(events)
         self._until = until
         self.now = 0.0
 
-    async def scatter(
-        self, data: dict[str, Any], workers: Iterable[str], **_: Any
-    ) -> dict[str, Any]:
+    async def daskdl_offer(self, **_: Any) -> Any:
+        return {"status": "ok"}
+
+    async def daskdl_put(self, **_: Any) -> Any:
+        return {"status": "ok"}
+
+    async def daskdl_spread(self, workers: Iterable[str], **_: Any) -> Any:
         if self.slow_sends > 0 or not self.frozen.isdisjoint(workers):
             self.slow_sends -= 1
             await asyncio.Event().wait()
-        return data
+        return {"status": "ok", "failures": {}}
 
     def register_plugin(self, plugin: Any) -> None:
         assert not self.opened
@@ -204,12 +215,17 @@ class Training(Cluster):
 
     def submit(self, *_: Any, workers: list[str], **options: Any) -> Task:
         self.tasks.append(Task(*workers))
+        if self.failures:
+            self.tasks[-1].fail(self.failures.pop(0))
         return self.tasks[-1]
 
     async def daskdl_assign(
         self, run: int, secret: int, worker: str, replicas: int
     ) -> Any:
         return {"status": "ok", "replicas": [1 + len(self.tasks)]}
+
+    async def daskdl_unassign(self, run: int, secret: int, replica: int) -> Any:
+        return {"status": "ok"}
 
     async def daskdl_watch(
         self, run: int, secret: int, timeout_s: float, rows: Any
@@ -268,6 +284,29 @@ def test_a_worker_on_which_the_users_code_fails_gets_no_other_replica(train, cap
 
     assert [task.worker for task in cluster.tasks] == ["b", "c"]
     assert "no replica on b: it waited for a snapshot" in caplog.messages
+
+
+@pytest.mark.parametrize("error", [ChannelError, WaitTimeoutError])
+def test_a_worker_that_did_not_get_the_model_is_assigned_again(error, train, caplog):
+    joins = [{"kind": "worker", "worker": worker} for worker in "bc"]
+    cluster = Training(*joins, until=lambda cluster: len(cluster.tasks) == 3)
+    cluster.failures.append(error("no worker has the model any more"))
+
+    train(cluster, most=2)
+
+    assert [task.worker for task in cluster.tasks] == ["b", "c", "b"]
+    assert "no replica on b: no worker has the model any more" in caplog.messages
+
+
+def test_a_worker_whose_task_fails_otherwise_is_not_assigned_again(train, caplog):
+    joins = [{"kind": "worker", "worker": worker} for worker in "bc"]
+    cluster = Training(*joins, until=lambda cluster: cluster.now > 3)
+    cluster.failures.append(ImportError("no module"))
+
+    train(cluster, most=3)
+
+    assert [task.worker for task in cluster.tasks] == ["b", "c"]
+    assert "replica 1 cannot join: no module" in caplog.messages
 
 
 def test_the_task_of_a_worker_that_has_gone_is_not_waited_for(train):

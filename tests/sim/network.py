@@ -318,6 +318,10 @@ class OverNetwork(Transport):
         address = SCHEDULER if address is None else address
         return await self._server.network.ask(self._server, address, operation, fields)
 
+    @override
+    async def is_listening(self, address, timeout_s):
+        return address in self._server.network.servers
+
 
 class SchedulerOverNetwork(OverNetwork, SchedulerTransport):
     """The transport of the simulated scheduler."""
@@ -334,10 +338,6 @@ class SchedulerOverNetwork(OverNetwork, SchedulerTransport):
     def places(self, key):
         held = self._server.tasks.get(key)
         return None if held is None else TaskPlaces(set(held), set())
-
-    @override
-    async def is_listening(self, address, timeout_s):
-        return address in self._server.network.servers
 
 
 class SimScheduler(Server):

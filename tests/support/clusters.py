@@ -180,12 +180,12 @@ def left_behind(client):
 
     def on_scheduler(dask_scheduler):
         plugin = dask_scheduler.extensions.get(NAME)
-        runs = list(plugin.runs) if plugin is not None else []
+        runs = [] if plugin is None else [*plugin.runs, *plugin.copies.broadcasts]
         return [*runs, *dask_scheduler.tasks]
 
     def on_worker(dask_worker):
         plugin = dask_worker.extensions.get(NAME)
-        links = list(plugin.endpoints) if plugin is not None else []
+        links = [] if plugin is None else [*plugin.endpoints, *plugin.copies.held]
         return [*links, *dask_worker.data, *dask_worker.state.tasks]
 
     places = {"scheduler": client.run_on_scheduler(on_scheduler)}

@@ -1,0 +1,340 @@
+"""The model on its way to all workers: who sends what to whom, and what may be lost."""
+
+import asyncio
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from daskdl.channel import broadcast, protocol
+from daskdl.channel.broadcast import parts_of, routes_of, send
+from daskdl.channel.protocol import NAME
+from daskdl.channel.run_state import MAX_READERS
+from tests.sim.cluster import simulated
+from tests.sim.network import SCHEDULER
+from tests.support.channels import recorded, wait_until
+
+RUN, SECRET = 7, 11
+IDENTITY = {"run": RUN, "secret": SECRET}
+PARTS = 12
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(broadcast, "MIN_PART_BYTES", 1)
+    monkeypatch.setattr(broadcast, "PARTS", PARTS)
+
+
+def model():
+    """Two arrays, whose border is inside of a part."""
+    return {
+        "model": np.arange(10 * PARTS - 7, dtype=np.uint8),
+        "train": np.arange(7, dtype=np.uint8)[::-1],
+    }
+
+
+class Sending:
+    """A client that sends a model to workers.
+
+    Attributes:
+        sent: Parts that each server has sent, by its address.
+    """
+
+    def __init__(self, client, scheduler, workers, monkeypatch):
+        self.client = client
+        self.scheduler = scheduler
+        self.workers = workers
+        self.blob = parts_of(model())
+        self.unsent = list(range(self.blob.parts))
+        self.sent = Counter()
+        for server in (scheduler, *workers):
+            self._count(server, monkeypatch)
+
+    def _count(self, server, monkeypatch):
+        answer = server.handlers[protocol.PART]
+
+        async def counting(**fields):
+            answered = await answer(**fields)
+            self.sent[server.address] += answered.get("bytes") is not None
+            return answered
+
+        monkeypatch.setitem(server.handlers, protocol.PART, counting)
+
+    def ask(self, operation, **fields):
+        return getattr(self.client.scheduler, operation)(**IDENTITY, **fields)
+
+    async def offer(self):
+        blob = self.blob
+        fields = {"client": self.client.id, "timeout_s": 3.0}
+        return await self.ask(
+            protocol.OFFER, forms=blob.forms, parts=blob.parts, **fields
+        )
+
+    async def put(self, *numbers):
+        for number in numbers:
+            payload = protocol.wrap(self.blob.part(number))
+            await self.ask(protocol.PUT, number=number, payload=payload)
+
+    async def spread(self, *workers):
+        addresses = [worker.address for worker in workers]
+        answer = await self.ask(protocol.SPREAD, workers=addresses)
+        return answer["failures"]
+
+    async def all(self, *workers):
+        """Send it all to these workers; return the failures."""
+        addresses = [worker.address for worker in workers]
+        fields = {"client": self.client.id, "timeout_s": 3.0}
+        return await send(self.ask, self.blob, self.unsent, addresses, **fields)
+
+    def release(self):
+        """What the opening of the run does."""
+        self.scheduler.plugin.copies.release((RUN, SECRET))
+
+    def parts_on(self, worker):
+        copy = worker.extensions[NAME].copies.held.get((RUN, SECRET))
+        return (
+            []
+            if copy is None
+            else [n for n, p in enumerate(copy.parts) if p is not None]
+        )
+
+    def check(self, *workers):
+        for worker in workers:
+            copy = worker.extensions[NAME].copies.held[RUN, SECRET]
+            lists = copy.values(lambda name, array: (name, array.tolist()))
+            assert lists == {name: (name, a.tolist()) for name, a in model().items()}
+
+    async def gone(self):
+        """Wait until nothing of it is on the scheduler or a worker, nor on its way."""
+        copies = [
+            server.extensions[NAME].copies
+            for server in (self.scheduler, *self.workers)
+            if server.process.alive
+        ]
+        await wait_until(lambda: not any(c.held for c in copies))
+        assert not self.scheduler.plugin.copies.broadcasts
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 9, 31, 64, 100])
+def test_no_worker_sends_more_than_one_copy_and_routes_grow_with_the_logarithm(count):
+    workers = [f"w{number}" for number in range(count)]
+
+    routes = routes_of(workers)
+
+    assert list(routes) == workers
+    successors = {worker: Counter() for worker in [*workers, SCHEDULER]}
+    for worker, both in routes.items():
+        for half, route in enumerate(both):
+            assert worker not in route
+            assert len(route) <= math.log2(count)
+            source = route[0] if route else SCHEDULER
+            successors[source][half] += 1
+            if route:  # it is the route of the source, with the source before it
+                assert routes[source][half] == route[1:]
+    assert successors.pop(SCHEDULER) == {0: 1, 1: 1}
+    for counts in successors.values():
+        assert len(counts) <= 1  # it passes on one half of the parts
+        assert sum(counts.values()) <= 2
+
+
+@simulated(8)
+async def test_each_worker_gets_it_and_none_sends_more_than_one_copy(
+    c, s, *workers, monkeypatch
+):
+    sending = Sending(c, s, workers, monkeypatch)
+    puts = recorded(s.handlers, protocol.PUT, monkeypatch)
+
+    failures = await sending.all(*workers)
+
+    assert failures == {}
+    sending.check(*workers)
+    assert len(puts) == PARTS  # the client has sent it once
+    assert max(sending.sent.values()) <= PARTS
+    assert sum(sending.sent.values()) == len(workers) * PARTS
+
+
+@simulated(8)
+async def test_workers_pass_a_part_on_before_they_have_the_next(
+    c, s, *workers, monkeypatch
+):
+    sending = Sending(c, s, workers, monkeypatch)
+    await sending.offer()
+    spreading = asyncio.ensure_future(sending.spread(*workers))
+
+    for number in range(PARTS):
+        await sending.put(number)
+        expected = [*range(number + 1)]
+        await wait_until(
+            lambda e=expected: all(sending.parts_on(w) == e for w in workers)
+        )
+
+    assert await spreading == {}
+    sending.check(*workers)
+
+
+@simulated(8)
+async def test_the_successors_of_a_worker_that_is_lost_ask_the_one_before_it(
+    c, s, *workers, monkeypatch
+):
+    sending = Sending(c, s, workers, monkeypatch)
+    await sending.offer()
+    spreading = asyncio.ensure_future(sending.spread(*workers))
+    await sending.put(0, 1)
+    await wait_until(lambda: all(sending.parts_on(w) == [0, 1] for w in workers))
+
+    s.network.end(workers[1], 0.0)  # two others get the even parts from it
+    s.worker_gone(workers[1])
+    await sending.put(*range(2, PARTS))
+    failures = await spreading
+
+    left = [worker for worker in workers if worker is not workers[1]]
+    assert failures.keys() == {workers[1].address}
+    sending.check(*left)
+
+
+@simulated(4)
+async def test_the_successors_of_a_worker_that_hangs_ask_another(
+    c, s, *workers, monkeypatch
+):
+    sending = Sending(c, s, workers, monkeypatch)
+    hanging, *others = workers
+
+    async def hang(**fields):
+        await asyncio.Event().wait()
+
+    monkeypatch.setitem(hanging.handlers, protocol.PART, hang)
+    monkeypatch.setitem(hanging.handlers, protocol.RECEIVE, hang)
+
+    spreading = asyncio.ensure_future(sending.all(*workers))
+    await wait_until(lambda: all(len(sending.parts_on(w)) == PARTS for w in others))
+
+    assert not spreading.done()
+    spreading.cancel()
+    sending.check(*others)
+    assert await sending.all(*others) == {}  # without the worker that hangs
+    await sending.ask("daskdl_close")
+    s.network.end(hanging, 0.0)
+    await sending.gone()
+
+
+@simulated(17)
+async def test_workers_that_come_later_load_it_from_each_other(
+    c, s, first, *later, monkeypatch
+):
+    sending = Sending(c, s, (first, *later), monkeypatch)
+    assert await sending.all(first) == {}
+    sending.release()
+    sending.sent.clear()
+    loading = Counter()  # by source, at this moment
+    most = Counter()
+    for worker in later:
+        receive = worker.handlers[protocol.RECEIVE]
+
+        async def counting(routes, *, receive=receive, **fields):
+            ((source, *_),) = routes
+            loading[source] += 1
+            most[source] = max(most[source], loading[source])
+            answer = await receive(routes=routes, **fields)
+            loading[source] -= 1
+            return answer
+
+        monkeypatch.setitem(worker.handlers, protocol.RECEIVE, counting)
+
+    failures = await asyncio.gather(*(sending.spread(worker) for worker in later))
+
+    assert failures == [{}] * len(later)
+    sending.check(*later)
+    assert sending.sent[SCHEDULER] == 0
+    assert max(most.values()) <= MAX_READERS
+    # One that had it first has sent it in each of log3(17) rounds, to two others.
+    rounds = math.ceil(math.log(17, 1 + MAX_READERS))
+    assert max(sending.sent.values()) <= MAX_READERS * rounds * PARTS
+
+
+@simulated(3)
+async def test_a_worker_that_comes_later_loads_it_from_another_if_the_first_is_lost(
+    c, s, first, second, late, monkeypatch
+):
+    sending = Sending(c, s, (first, second, late), monkeypatch)
+    assert await sending.all(first, second) == {}
+    sending.release()
+    answer, lost = first.handlers[protocol.PART], []
+
+    async def ending(**fields):
+        if fields["number"] == 4:
+            lost.append(first)
+            s.network.end(first, 0.0)
+            s.worker_gone(first)
+            await asyncio.Event().wait()
+        return await answer(**fields)
+
+    monkeypatch.setitem(first.handlers, protocol.PART, ending)
+
+    assert await sending.spread(late) == {}
+
+    assert lost
+    sending.check(late)
+
+
+@simulated(2)
+async def test_a_worker_gets_the_reason_if_no_worker_has_it_any_more(
+    c, s, first, late, monkeypatch
+):
+    sending = Sending(c, s, (first, late), monkeypatch)
+    assert await sending.all(first) == {}
+    sending.release()
+    s.network.end(first, 0.0)
+    s.worker_gone(first)
+
+    failures = await sending.spread(late)
+
+    assert failures == {late.address: "no worker has the model any more"}
+
+
+@simulated(3)
+async def test_nothing_is_left_after_a_run_that_has_not_opened(
+    c, s, *workers, monkeypatch
+):
+    sending = Sending(c, s, workers, monkeypatch)
+    assert await sending.all(*workers) == {}
+
+    await sending.ask("daskdl_close")
+
+    await sending.gone()
+
+
+@pytest.mark.parametrize("cause", ["it is closed", "its client is gone"])
+@simulated(3)
+async def test_nothing_is_left_of_a_model_that_has_not_arrived(
+    c, s, *workers, cause, monkeypatch
+):
+    sending = Sending(c, s, workers, monkeypatch)
+    await sending.offer()
+    spreading = asyncio.ensure_future(sending.spread(*workers))
+    await sending.put(0, 1)
+    await wait_until(lambda: all(sending.parts_on(w) == [0, 1] for w in workers))
+
+    if cause == "it is closed":
+        await sending.ask("daskdl_close")
+    else:
+        s.client_gone(c.id)
+
+    assert (await spreading).keys() == {worker.address for worker in workers}
+    await sending.gone()
+    answer = await sending.ask(protocol.PUT, number=2, payload=b"")
+    assert answer["status"] == "unknown"
+
+
+@simulated(1)
+async def test_a_model_is_for_those_who_know_the_secret(c, s, a, monkeypatch):
+    sending = Sending(c, s, [a], monkeypatch)
+    assert await sending.all(a) == {}
+
+    answer = await s.rpc(a.address).daskdl_part(run=RUN, secret=SECRET + 1, number=0)
+
+    assert answer["status"] == "unknown"
+    refused = await c.scheduler.daskdl_offer(
+        run=RUN, secret=1, client="another", forms=[], parts=1, timeout_s=1.0
+    )
+    assert refused["status"] == "refused"

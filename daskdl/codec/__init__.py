@@ -2,9 +2,10 @@
 
 :func:`pack` and :func:`framed` write entries as a frame of the kind that carries most
 for its bytes, :func:`encode` in one call; :func:`decode` reads a frame and checks every
-byte, the only check of updates from other processes. Frames, entries and bitmaps are in
-:mod:`daskdl.codec.frame`, Golomb-Rice coded gaps in :mod:`daskdl.codec.golomb`, quanta
-per entry in :mod:`daskdl.codec.levels`, and eight bits per parameter in
+byte, the only check of updates from other processes, and :func:`decode_all` reads many.
+Frames are in :mod:`daskdl.codec.frame`, Golomb-Rice coded gaps in
+:mod:`daskdl.codec.golomb`, quanta per entry in :mod:`daskdl.codec.levels`, the reader
+of both in :mod:`daskdl.codec.reading`, and eight bits per parameter in
 :mod:`daskdl.codec.dense8`.
 """
 
@@ -17,6 +18,7 @@ from daskdl.codec.frame import (
     Stamp,
     Update,
     decode,
+    decode_all,
     encode,
     encode_dense,
     framed,
@@ -35,6 +37,7 @@ __all__ = [
     "Update",
     "counts_of",
     "decode",
+    "decode_all",
     "encode",
     "encode_dense",
     "framed",

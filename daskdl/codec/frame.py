@@ -13,6 +13,7 @@ import functools
 import math
 import struct
 import zlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -21,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-from daskdl.codec import dense8, golomb, levels
+from daskdl.codec import dense8, golomb, levels, reading
 from daskdl.codec.dense8 import Quantized
 from daskdl.codec.golomb import started
 from daskdl.codec.levels import MAX_LEVEL
+from daskdl.codec.reading import LEVELS_OFFSET, SparseBody
 from daskdl.errors import CodecError
 
 Bytes = npt.NDArray[np.uint8]
@@ -40,7 +42,6 @@ FLAG_LZ4 = 1
 MAX_SIZE = 2**31 - 1  # an entry is a signed one-based int32 position
 LZ4_MAX_BYTES = 0x7E000000  # bytes, LZ4_MAX_INPUT_SIZE of the library
 LZ4_RATIO = 255  # most bytes that a byte of an lz4 block expands to
-LEVELS_OFFSET = 4  # bytes that hold the length of the levels
 # From here on, threads save more than their start takes (0.2 ms).
 PARALLEL_ENTRIES = 2**20
 
@@ -58,6 +59,14 @@ class Kind(enum.IntEnum):
 
 SPARSE = (Kind.RAW32, Kind.GAPS, Kind.BITMAP, Kind.LEVELS)
 ONE_QUANTUM = SPARSE[:3]  # kinds whose entries move by one quantum each
+KINDS = {int(kind): kind for kind in Kind}
+NO_ENTRIES = np.empty(0, np.int32)
+FORMS = {  # of positions in the body
+    Kind.RAW32: reading.NUMBERS,
+    Kind.GAPS: reading.CODES,
+    Kind.BITMAP: reading.MAP,
+    Kind.LEVELS: reading.CODES,
+}
 
 
 class Stamp(NamedTuple):
@@ -368,23 +377,8 @@ def _check_entries(entries_K: Integers, size: int) -> None:
             "entries must be one-dimensional int32, "
             f"got {entries_K.dtype} of shape {entries_K.shape}"
         )
-    if golomb.ascending(entries_K, size):
-        return
-    # Zero, and int32's minimum, which has no absolute value, become negative.
-    positions_K = np.abs(entries_K) - np.int32(1)
-    # Negative numbers are the largest as unsigned ones: one comparison suffices.
-    outside_K = positions_K.view(np.uint32) >= size
-    if outside_K.any():
-        i = int(outside_K.argmax())
-        raise CodecError(
-            f"entries of {size} parameters must be in 1 .. {size} or negative, "
-            f"got {entries_K[i]} at {i}"
-        )
-    i = int((positions_K[1:] <= positions_K[:-1]).argmax())
-    raise CodecError(
-        "entries must be strictly ascending in position, "
-        f"got {entries_K[i]} and then {entries_K[i + 1]} at {i + 1}"
-    )
+    if not golomb.ascending(entries_K, size):
+        raise golomb.entries_refusal(entries_K, size)
 
 
 def _sizes(size: int, plan: golomb.Packing) -> dict[Kind, int]:
@@ -478,44 +472,69 @@ def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) ->
         Traceback (most recent call last):
         daskdl.errors.CodecError: frame of run 00000007, this is run 00000008
     """
-    view, header = _open(frame)
-    checksum = _checksum(view)
-    if checksum != header.checksum:
-        raise CodecError(
-            f"checksum is {checksum:#010x}, the header says {header.checksum:#010x}"
-        )
-    kind = _kind_of(header)
-    reserved = header.reserved_byte, header.reserved_word
-    if any(reserved):
-        raise CodecError(f"reserved bytes must be 0, got {reserved}")
-    count, threshold = header.entries, header.threshold
-    _check_numbers(header.size, threshold)
-    most = header.size if kind in SPARSE else 0
-    if count > most:
-        raise CodecError(
-            f"entries of a {kind.name} frame of {header.size} parameters "
-            f"must be in 0 .. {most}, got {count}"
-        )
-    if run is not None and header.run != run:
-        raise CodecError(f"frame of run {header.run:08x}, this is run {run:08x}")
-    if size is not None and header.size != size:
-        raise CodecError(f"frame for {header.size} parameters, this model has {size}")
+    [update] = decode_all([frame], run=run, size=size)
+    if isinstance(update, CodecError):
+        raise update
+    return update
+
+
+def decode_all(
+    frames: Iterable[Buffer], *, run: int | None = None, size: int | None = None
+) -> list[Update | CodecError]:
+    """Read several frames as :func:`decode` does, the sparse ones in one compiled call.
+
+    Returns:
+        For each frame its update, or the error that :func:`decode` would raise. Arrays
+        of sparse updates may be parts of common ones.
+
+    Example:
+        >>> import numpy as np
+        >>> stamp, entries = Stamp(7, 1, 12, 40), np.array([3], np.int32)
+        >>> frames = [encode(stamp, size, 0.5, entries) for size in (10, 11)]
+        >>> update, error = decode_all(frames, size=10)
+        >>> update.entries_K, str(error)
+        (array([3], dtype=int32), 'frame for 11 parameters, this model has 10')
+    """
+    updates: list[Update | CodecError] = []
+    places, bodies = list[int](), list[SparseBody]()
+    for frame in frames:
+        try:
+            opened_update, body = _without_entries(frame, run, size)
+        except CodecError as error:
+            updates.append(error)
+            continue
+        if body is not None:
+            places.append(len(updates))
+            bodies.append(body)
+        updates.append(opened_update)
+    if bodies:
+        for place, result in zip(places, reading.read(bodies), strict=True):
+            update = updates[place]
+            if isinstance(result, CodecError):
+                updates[place] = result
+            elif isinstance(update, SparseUpdate):
+                updates[place] = SparseUpdate(*update[:4], *result)
+    return updates
+
+
+def _without_entries(
+    frame: Buffer, run: int | None, size: int | None
+) -> tuple[Update, SparseBody | None]:
+    """Read a frame up to its entries; return the body that has them, if there are any.
+
+    Dense updates are complete.
+    """
+    kind, header, payload = opened(frame, run, size)
+    body = _body_of(kind, header, payload)
     stamp = Stamp(header.run, header.origin, header.sequence, header.step)
-    body = _body_of(kind, header, view[LAYOUT.size :])
-    levels_K = None
-    if kind is Kind.LEVELS and count:
-        levels_K, body = _levels_of(body, header.size, count)
-    if kind in (Kind.GAPS, Kind.BITMAP, Kind.LEVELS) and count:
-        values = _signed_entries(kind, body, header.size, count)
-    elif kind is Kind.DENSE8:
-        values = dense8.unpack(body, header.size)
-    else:
-        values = body.view("<i4").astype(np.int32)
-    if kind not in SPARSE:
-        return DenseUpdate(stamp, header.size, threshold, values)
-    if kind is Kind.RAW32:
-        _check_entries(values, header.size)
-    return SparseUpdate(stamp, kind, header.size, threshold, values, levels_K)
+    if kind is Kind.DENSE8:
+        counts_N = dense8.unpack(body, header.size)
+        return DenseUpdate(stamp, header.size, header.threshold, counts_N), None
+    if kind is Kind.DENSE32:
+        counts_N = body.view("<i4").astype(np.int32)
+        return DenseUpdate(stamp, header.size, header.threshold, counts_N), None
+    update = SparseUpdate(stamp, kind, header.size, header.threshold, NO_ENTRIES)
+    return update, _sparse_body(kind, header, body) if header.entries else None
 
 
 def read_kind(frame: Buffer) -> Kind:
@@ -564,14 +583,41 @@ def _open(frame: Buffer) -> tuple[memoryview, Header]:
 
 
 def _kind_of(header: Header) -> Kind:
-    known = [member.value for member in Kind]
-    if header.kind not in known:
-        raise CodecError(f"kind must be one of {known}, got {header.kind}")
+    kind = KINDS.get(header.kind)
+    if kind is None:
+        raise CodecError(f"kind must be one of {[*KINDS]}, got {header.kind}")
     if header.flags & ~FLAG_LZ4:
         raise CodecError(
             f"flags must be 0 or {FLAG_LZ4} (lz4), got {header.flags:#04x}"
         )
-    return Kind(header.kind)
+    return kind
+
+
+def opened(
+    frame: Buffer, run: int | None, size: int | None
+) -> tuple[Kind, Header, memoryview]:
+    """Check the checksum and the header of a frame.
+
+    Returns:
+        The kind, the header, of which K and the body's length are not checked, and the
+        payload.
+    """
+    view, header = _open(frame)
+    checksum = _checksum(view)
+    if checksum != header.checksum:
+        raise CodecError(
+            f"checksum is {checksum:#010x}, the header says {header.checksum:#010x}"
+        )
+    kind = _kind_of(header)
+    if header.reserved_byte or header.reserved_word:
+        reserved = header.reserved_byte, header.reserved_word
+        raise CodecError(f"reserved bytes must be 0, got {reserved}")
+    _check_numbers(header.size, header.threshold)
+    if run is not None and header.run != run:
+        raise CodecError(f"frame of run {header.run:08x}, this is run {run:08x}")
+    if size is not None and header.size != size:
+        raise CodecError(f"frame for {header.size} parameters, this model has {size}")
+    return kind, header, view[LAYOUT.size :]
 
 
 def _body_of(kind: Kind, header: Header, payload: memoryview) -> Bytes:
@@ -580,7 +626,12 @@ def _body_of(kind: Kind, header: Header, payload: memoryview) -> Bytes:
     Lengths are checked against N, K and the payload before memory is allocated, so a
     short frame cannot cause a large allocation.
     """
-    length = header.body_length
+    length, most = header.body_length, header.size if kind in SPARSE else 0
+    if header.entries > most:
+        raise CodecError(
+            f"entries of a {kind.name} frame of {header.size} parameters "
+            f"must be in 0 .. {most}, got {header.entries}"
+        )
     least, most = _length_range(kind, header.size, header.entries)
     if not least <= length <= most:
         raise CodecError(
@@ -611,62 +662,38 @@ def _body_of(kind: Kind, header: Header, payload: memoryview) -> Bytes:
 
 def _length_range(kind: Kind, size: int, count: int) -> tuple[int, int]:
     """Return the least and the greatest length of a body in bytes."""
+    if not count and kind in SPARSE:
+        return 0, 0
     signs = (count + 7) // 8
-    if kind in (Kind.GAPS, Kind.LEVELS) and count:
+    if kind is Kind.GAPS or kind is Kind.LEVELS:
         least, most = golomb.length_range(size, count)
         if kind is Kind.LEVELS:
             fewest, highest = levels.length_range(count)
             least, most = least + fewest, most + highest
             signs += LEVELS_OFFSET
         return least + signs, most + signs
-    length = {
-        Kind.RAW32: 4 * count,
-        Kind.GAPS: 0,
-        Kind.LEVELS: 0,
-        Kind.BITMAP: (size + 7) // 8 + signs if count else 0,
-        Kind.DENSE8: dense8.length(size),
-        Kind.DENSE32: 4 * size,
-    }[kind]
+    if kind is Kind.BITMAP:
+        length = (size + 7) // 8 + signs
+    elif kind is Kind.DENSE8:
+        length = dense8.length(size)
+    else:
+        length = 4 * (count if kind is Kind.RAW32 else size)
     return length, length
 
 
-def _signed_entries(kind: Kind, body: Bytes, size: int, count: int) -> Integers:
-    """Read positions, followed by one sign bit for each."""
-    signs_at = len(body) - (count + 7) // 8
-    if kind is not Kind.BITMAP:
-        entries_K = golomb.unpack(body[:signs_at], size, count)
-    else:
-        # As bool: np.flatnonzero is 7 times as fast on bool arrays.
-        present = np.unpackbits(body[:signs_at], bitorder="little").view(bool)
-        positions = np.flatnonzero(present)
-        if len(positions) and positions[-1] >= size:
+def _sparse_body(kind: Kind, header: Header, body: Bytes) -> SparseBody:
+    """Return a body to read; check the length of its levels."""
+    size, count, levels_bytes = header.size, header.entries, 0
+    if kind is Kind.LEVELS:
+        levels_bytes = int.from_bytes(body[:LEVELS_OFFSET].tobytes(), "little")
+        gaps_bytes = len(body) - LEVELS_OFFSET - levels_bytes
+        signs = (count + 7) // 8
+        least, most = (bytes_ + signs for bytes_ in golomb.length_range(size, count))
+        fewest, highest = levels.length_range(count)
+        if not (fewest <= levels_bytes <= highest and least <= gaps_bytes <= most):
             raise CodecError(
-                f"padding after {size} bits of the map must be 0, "
-                f"got a bit at {positions[-1]}"
+                f"levels of {count} entries must have {fewest} .. {highest} bytes, and "
+                f"positions and signs {least} .. {most}, got {levels_bytes} and "
+                f"{gaps_bytes}"
             )
-        if len(positions) != count:
-            raise CodecError(f"the map has {len(positions)} bits for {count} entries")
-        entries_K = positions.astype(np.int32)
-    padding = np.unpackbits(body[-1:], bitorder="little")[(count - 1) % 8 + 1 :]
-    if padding.any():
-        raise CodecError(
-            f"padding after {count} sign bits must be 0, got {padding.tolist()}"
-        )
-    golomb.sign_(entries_K, body[signs_at:])
-    return entries_K
-
-
-def _levels_of(body: Bytes, size: int, count: int) -> tuple[Bytes, Bytes]:
-    """Read the levels; return them and the rest of the body, which is that of GAPS."""
-    length = int.from_bytes(body[:LEVELS_OFFSET].tobytes(), "little")
-    gaps_bytes = len(body) - LEVELS_OFFSET - length
-    signs = (count + 7) // 8
-    least, most = (bytes_ + signs for bytes_ in golomb.length_range(size, count))
-    fewest, highest = levels.length_range(count)
-    if not (fewest <= length <= highest and least <= gaps_bytes <= most):
-        raise CodecError(
-            f"levels of {count} entries must have {fewest} .. {highest} bytes, and "
-            f"positions and signs {least} .. {most}, got {length} and {gaps_bytes}"
-        )
-    stop = LEVELS_OFFSET + length
-    return levels.unpack(body[LEVELS_OFFSET:stop], count), body[stop:]
+    return SparseBody(FORMS[kind], size, count, levels_bytes, body)

@@ -10,9 +10,7 @@ matrix, where blocks of 4,096 entries took 4 to 5 times the bits (7.1 against 1.
 entry on 2,048-wide rows), since they can encode a stretch without entries only as one
 long gap. ``benchmarks/wire_size.py`` measures the sizes.
 
-The reader trusts no input: every bit is checked against the end of the stream before it
-is read, and every position against the end of its block before it is written, since
-numba checks neither.
+Codes are read in :mod:`daskdl.codec.reading`.
 
 Shape suffixes: K = entries of one update, B = blocks.
 """
@@ -86,16 +84,23 @@ def ascending(entries_K: npt.NDArray[np.int32], size: int) -> bool:
     return bool(entries_K[0] != 0 and np.uint32(abs(entries_K[-1])) <= size)
 
 
-@compiled
-def sign_(entries_K: npt.NDArray[np.int32], signs: Bytes) -> None:
-    """Make zero-based positions entries; a one bit stands for a negative entry."""
-    for i in range(len(entries_K) // 8):
-        for bit in range(8):
-            factor = np.int32(1 - 2 * (signs[i] >> bit & 1))
-            entries_K[8 * i + bit] = (entries_K[8 * i + bit] + 1) * factor
-    for k in range(len(entries_K) // 8 * 8, len(entries_K)):
-        factor = np.int32(1 - 2 * (signs[k // 8] >> k % 8 & 1))
-        entries_K[k] = (entries_K[k] + 1) * factor
+def entries_refusal(entries_K: npt.NDArray[np.int32], size: int) -> CodecError:
+    """Return the error of entries that are not ascending positions."""
+    # Zero, and int32's minimum, which has no absolute value, become negative.
+    positions_K = np.abs(entries_K) - np.int32(1)
+    # Negative numbers are the largest as unsigned ones: one comparison suffices.
+    outside_K = positions_K.view(np.uint32) >= size
+    if outside_K.any():
+        i = int(outside_K.argmax())
+        return CodecError(
+            f"entries of {size} parameters must be in 1 .. {size} or negative, "
+            f"got {entries_K[i]} at {i}"
+        )
+    i = int((positions_K[1:] <= positions_K[:-1]).argmax())
+    return CodecError(
+        "entries must be strictly ascending in position, "
+        f"got {entries_K[i]} and then {entries_K[i + 1]} at {i + 1}"
+    )
 
 
 @compiled
@@ -398,16 +403,6 @@ def pack(
     return body
 
 
-# Readers return the next bit, or -(8 * got + fault).
-PAST_END, OUTSIDE, BAD_RICE, BAD_COUNT = 1, 2, 3, 4
-FAULTS = {
-    PAST_END: "codes run past the {bits} bits there are, at parameter {got}",
-    OUTSIDE: "a gap from parameter {got} leaves its block or the {size} parameters",
-    BAD_RICE: f"a block's Rice parameter must be in 0 .. {MAX_BLOCK_RICE}, got {{got}}",
-    BAD_COUNT: "the blocks' counts must add up to {count} entries, got {got}",
-}
-
-
 def length_range(size: int, count: int) -> tuple[int, int]:
     """Return the least and the greatest length of a body, for one entry or more.
 
@@ -416,138 +411,3 @@ def length_range(size: int, count: int) -> tuple[int, int]:
     """
     longest = count * (1 + min(size.bit_length(), MAX_RICE)) + 1
     return 1 + (count + 7) // 8, 1 + (longest + 7) // 8
-
-
-@compiled
-def read_word(words: npt.NDArray[np.uint64], at: int) -> np.uint64:
-    """Read the 64 bits from bit ``at`` on; the word after their first must exist."""
-    # Unsigned: numba would look whether an index is negative.
-    word, shift = np.uint64(at >> 6), np.uint64(at & 63)
-    # Twice: a shift by 64 bits is undefined.
-    above = (words[word + np.uint64(1)] << np.uint64(1)) << (np.uint64(63) - shift)
-    return np.uint64(words[word] >> shift | above)
-
-
-@compiled
-def read_block(
-    words: npt.NDArray[np.uint64],
-    bits: int,
-    at: int,
-    rice: int,
-    positions_K: npt.NDArray[np.int32],
-    limits: tuple[int, int],
-) -> int:
-    """Fill ``positions_K`` from codes; return the next bit, or a fault.
-
-    Four codes are read from each word of 64 bits, if it has them: as many as it has
-    would be an unpredictable branch, and one would wait for memory each time.
-    """
-    following, stop = limits
-    rice_bits = np.uint64(rice)
-    mask = (np.uint64(1) << rice_bits) - np.uint64(1)
-    k = 0
-    while k < len(positions_K):
-        word = read_word(words, at)
-        word_end = at + 64
-        last = min(k + 4, len(positions_K))
-        while k < last:
-            low = int(lowest_bit(word))
-            zeros = low
-            if at + low + 1 + rice <= word_end:
-                at += low + 1 + rice
-                word = (word >> np.uint64(low)) >> np.uint64(1)
-                remainder = int(np.int64(word & mask))
-                word >>= rice_bits
-                if at > bits:
-                    return -(8 * following + PAST_END)
-            elif at + 64 > word_end:
-                break  # a word from here on has more of this code
-            else:
-                while low == 64:
-                    at += 64
-                    if at >= bits:
-                        return -(8 * following + PAST_END)
-                    low = int(lowest_bit(read_word(words, at)))
-                    zeros += low
-                at += low + 1 + rice
-                if at > bits:
-                    return -(8 * following + PAST_END)
-                # Compared before the shift, whose result may not fit 64 bits.
-                if zeros > (stop - following) >> rice:
-                    return -(8 * following + OUTSIDE)
-                remainder = int(np.int64(read_word(words, at - rice) & mask))
-                last = k  # another word
-            position = following + (zeros << rice) + remainder
-            if position >= stop:
-                return -(8 * following + OUTSIDE)
-            positions_K[k] = position
-            following = position + 1
-            k += 1
-    return at
-
-
-@compiled
-def read_blocks(
-    words: npt.NDArray[np.uint64],
-    bits: int,
-    positions_K: npt.NDArray[np.int32],
-    size: int,
-) -> int:
-    """Fill ``positions_K`` block by block; return the next bit, or a fault."""
-    at = 0
-    begin = 0
-    for start in range(0, size, BLOCK):
-        if at + 1 > bits:
-            return -(8 * start + PAST_END)
-        header = int(np.int64(read_word(words, at) & np.uint64(HEADER_MASK)))
-        at += 1
-        if not header & 1:
-            continue
-        if at + HEADER_BITS > bits:
-            return -(8 * start + PAST_END)
-        last = begin + (header >> 1 & (2**COUNT_BITS - 1)) + 1
-        rice = header >> (1 + COUNT_BITS)
-        if rice > MAX_BLOCK_RICE:
-            return -(8 * rice + BAD_RICE)
-        stop = min(start + BLOCK, size)
-        block_K = positions_K[begin:last]  # cut off at the end of positions_K
-        at = read_block(words, bits, at + HEADER_BITS, rice, block_K, (start, stop))
-        if at < 0:
-            return at
-        begin = last
-    return at if begin == len(positions_K) else -(8 * begin + BAD_COUNT)
-
-
-def unpack(body: Bytes, size: int, count: int) -> npt.NDArray[np.int32]:
-    """Read a body written by :func:`daskdl.codec.golomb.pack`."""
-    stream = body[1:]
-    # Whole words, and one more of zeros.
-    padded = np.zeros(8 * (len(stream) // 8 + 2), np.uint8)
-    padded[: len(stream)] = stream
-    words = padded.view("<u8").astype(np.uint64, copy=False)
-    positions_K = np.empty(count, np.int32)
-    mode = int(body[0])
-    if mode == PER_BLOCK:
-        end = read_blocks(words, 8 * len(stream), positions_K, size)
-    elif mode <= MAX_RICE:
-        end = read_block(words, 8 * len(stream), 0, mode, positions_K, (0, size))
-    else:
-        raise CodecError(
-            f"Rice parameter must be in 0 .. {MAX_RICE} "
-            f"or {PER_BLOCK} (one per block), got {mode}"
-        )
-    if end < 0:
-        got, fault = divmod(-end, 8)
-        raise CodecError(
-            FAULTS[fault].format(got=got, size=size, count=count, bits=8 * len(stream))
-        )
-    if len(stream) != (end + 7) // 8:
-        raise CodecError(
-            f"codes of {count} gaps end after {end} bits, got {len(stream)} bytes"
-        )
-    if end & 7 and stream[-1] >> (end & 7):
-        raise CodecError(
-            f"padding after {end} bits of codes must be 0, "
-            f"got the last byte {int(stream[-1]):#04x}"
-        )
-    return positions_K

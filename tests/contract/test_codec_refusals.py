@@ -1,5 +1,6 @@
 """One refused frame per check of ``decode``; all but two have a valid checksum."""
 
+import itertools
 import re
 import tracemalloc
 
@@ -12,11 +13,12 @@ from daskdl.codec import (
     Quantized,
     Stamp,
     decode,
+    decode_all,
     encode,
     encode_dense,
-    golomb,
     quantize,
     read_kind,
+    reading,
 )
 from daskdl.errors import CodecError
 from tests.support.updates import patched, rebodied, repaired
@@ -234,6 +236,22 @@ def test_the_frames_are_valid_before_they_are_damaged(frame):
     assert decode(frame, run=1).stamp == STAMP
 
 
+def test_damaged_frames_leave_the_others_of_a_call_readable():
+    damaged = [frame for cases in REFUSED for frame, _ in cases.values()]
+    readable = itertools.cycle([RAW32, GAPS, BITMAP, DENSE32, DENSE8, EMPTY, ROW])
+    frames = [frame for pair in zip(damaged, readable, strict=False) for frame in pair]
+
+    results = decode_all(frames, run=1)
+
+    messages = [message for cases in REFUSED for _, message in cases.values()]
+    for error, message in zip(results[::2], messages, strict=True):
+        assert isinstance(error, CodecError)
+        assert message in str(error)
+    for update, frame in zip(results[1::2], frames[1::2], strict=True):
+        for value, expected in zip(update, decode(frame), strict=True):
+            np.testing.assert_array_equal(value, expected)
+
+
 @pytest.mark.parametrize("frame", [RAW32, DENSE32], ids=["sparse", "dense"])
 def test_a_frame_of_another_run_or_model_is_refused(frame):
     with pytest.raises(
@@ -278,22 +296,12 @@ def test_a_short_frame_cannot_claim_much_memory():
 
 def test_a_gap_beyond_64_bits_does_not_wrap_into_the_vector():
     """16 * 2**60 is 0 in 64 bits; in frames it takes a gigabyte of zeros."""
-    words = np.zeros(4, np.uint64)
+    words = np.zeros(6, np.uint64)
     words[0] = 1 << 16
-    positions = np.full(1, -1, np.int32)
 
-    end = golomb.read_block(words, 200, 0, 60, positions, (0, 10))
+    fault, _, _ = reading.read_long_code(words, 200, 0, 60, 10)
 
-    assert end == -golomb.OUTSIDE
-    assert positions.tolist() == [-1]
-
-
-def test_a_block_header_is_not_read_from_beyond_the_codes():
-    words = np.full(2, 2**64 - 1, np.uint64)
-
-    end = golomb.read_blocks(words, 16, np.zeros(1, np.int32), 10)
-
-    assert end == -golomb.PAST_END
+    assert fault == reading.OUTSIDE
 
 
 # ---- what could not be read back is not written: one case per check of an argument

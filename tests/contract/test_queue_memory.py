@@ -142,6 +142,7 @@ def sizes(name):
 
 
 def all_sizes():
+    codec.decode(next(from_worker()).payload)  # loads the compiled reader
     return {name: sizes(name) for name in QUEUES}
 
 

@@ -109,7 +109,7 @@ def test_levels_that_no_frame_can_hold_are_refused(levels):
         encode(STAMP, 10, 0.5, np.array([1, 2], np.int32), Kind.LEVELS, levels)
 
 
-# Entries 1, -4, 10 with levels 1, 3, 1: 9 bytes of levels, then GAPS.
+# Entries 1, -4, 10 with levels 1, 3, 1: 13 bytes of levels, then GAPS.
 FRAME = encode(
     STAMP,
     10,
@@ -119,7 +119,8 @@ FRAME = encode(
     np.array([1, 3, 1], np.uint8),
 ).tobytes()
 GAPS = bytes.fromhex("01 89 01 02")
-STATE = FRAME[73:77]
+TABLE = b"\x03\xab\x0a\0\0"
+STATES = FRAME[73:81]
 
 
 def leveled(levels, length=None):
@@ -128,41 +129,48 @@ def leveled(levels, length=None):
 
 
 REFUSED = {
-    "highest 1": (leveled(b"\x01\0\0" + STATE), "must be in 2 .. 15, got 1"),
-    "highest 16": (leveled(b"\x10" + bytes(8)), "must be in 2 .. 15, got 16"),
-    "table cut": (leveled(b"\x05\xab\x0a" + STATE), "up to 5 must have 13 bytes"),
-    "odd": (leveled(b"\x03\xab\x0a\0\0" + STATE + b"\0"), "even number more, got 10"),
+    "highest 1": (leveled(b"\x01\0\0" + STATES), "must be in 2 .. 15, got 1"),
+    "highest 16": (leveled(b"\x10" + bytes(12)), "must be in 2 .. 15, got 16"),
+    "table cut": (leveled(b"\x05\xab\x0a" + STATES), "up to 5 must have 17 bytes"),
+    "odd": (leveled(TABLE + STATES + b"\0"), "even number more, got 14"),
     "no slot for the highest": (
-        leveled(b"\x03\xff\x0f\x01\0" + STATE),
-        "must leave 1 of 4096 slots, got [4095, 1]",
+        leveled(b"\x03\xff\x0f\x01\0" + STATES),
+        "must leave 1 of 4096 slots, got 4096 in all",
     ),
     "table above all slots": (
-        leveled(b"\x03\xff\xff\xff\xff" + STATE),
-        "must leave 1 of 4096 slots, got [65535, 65535]",
+        leveled(b"\x03\xff\xff\xff\xff" + STATES),
+        "must leave 1 of 4096 slots, got 65535 in all",
     ),
-    "state": (leveled(b"\x03\xab\x0a\0\0\xff\xff\0\0"), "must be >= 65536, got 65535"),
-    "another state": (
-        leveled(b"\x03\xab\x0a\0\0" + bytes([STATE[0] ^ 1]) + STATE[1:]),
-        "levels of 3 entries",
+    "first state": (
+        leveled(TABLE + b"\xff\xff\0\0" + STATES[4:]),
+        "must be >= 65536, got 65535",
     ),
+    "second state": (
+        leveled(TABLE + STATES[:4] + b"\xff\xff\0\0"),
+        "must be >= 65536, got 65535",
+    ),
+    **{
+        f"another {name} state": (
+            leveled(TABLE + STATES[:i] + bytes([STATES[i] ^ 1]) + STATES[i + 1 :]),
+            "levels of 3 entries",
+        )
+        for i, name in ((0, "first"), (4, "second"))
+    },
     "word left over": (
-        leveled(b"\x03\xab\x0a\0\0" + STATE + b"\0\0"),
-        "levels of 3 entries must use 1 words",
+        leveled(TABLE + STATES + b"\0\0"),
+        "end in the state 65536, got 1 words more",
     ),
     "words missing": (
-        leveled(b"\x03\xab\x0a\0\0\x00\x00\x01\x00"),
-        "run past their 0 words",
+        leveled(TABLE + b"\x00\x00\x01\x00" * 2),
+        "run past the 13 bytes there are",
     ),
     "length long": (
-        leveled(b"\x03\xab\x0a\0\0" + STATE, length=12),
-        "positions and signs 3 .. 4, got 12 and 1",
+        leveled(TABLE + STATES, length=16),
+        "positions and signs 3 .. 4, got 16 and 1",
     ),
-    "length beyond": (
-        leveled(b"\x03\xab\x0a\0\0" + STATE, 2**32 - 1),
-        "got 4294967295",
-    ),
-    "length short": (leveled(b"\x03\xab\x0a\0\0" + STATE, 3), "got 3 and 10"),
-    "body": (patched(FRAME, 48, "Q", 13), "must have 14 .. 47 bytes, got 13"),
+    "length beyond": (leveled(TABLE + STATES, 2**32 - 1), "got 4294967295"),
+    "length short": (leveled(TABLE + STATES, 3), "got 3 and 14"),
+    "body": (patched(FRAME, 48, "Q", 17), "must have 18 .. 51 bytes, got 17"),
 }
 
 

@@ -18,8 +18,9 @@ Shape suffixes: N = parameters of the group, K = entries of one update.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,14 @@ MAX_STEPS = 2**24
 INT32_MAX = 2**31 - 1
 CHUNK = 2**20  # parameters: 8 MiB of float64
 ALL = slice(None)
+
+
+class ReceivedEntries(NamedTuple):
+    """Entries of another replica's update in one group, on its device."""
+
+    entries_K: Tensor
+    levels_K: Tensor | None  # None: one quantum each
+    quantum_count: int  # quantum in steps of the grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +174,11 @@ class VectorGroup:
         counts_K = count * _quanta(entries_K, levels_K)
         self.shared_N[positions_K] += counts_K
         self.local_N[positions_K] += _shared_values(self.local_N, counts_K, grid)
+
+    def apply_all_(self, updates: Sequence[ReceivedEntries], grid: float) -> None:
+        """Apply several updates in this order, as :meth:`apply_` does."""
+        for update in updates:
+            self.apply_(update.entries_K, update.quantum_count, grid, update.levels_K)
 
     def apply_counts_(
         self, counts_N: Tensor, grid: float, factor: float = 1.0, where: slice = ALL

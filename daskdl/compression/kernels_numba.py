@@ -14,8 +14,10 @@ Source:
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -30,6 +32,7 @@ from daskdl.compression.kernels import (
     ALL,
     GUARD,
     INT32_MAX,
+    ReceivedEntries,
     VectorGroup,
     most_levels,
     own_factor,
@@ -45,6 +48,7 @@ LINE = 64  # bytes that a processor fetches at once
 INT32_MAX_FLOAT = float(INT32_MAX)
 LANES = 64  # positions compared at once: one word of flags
 INT32 = ir.IntType(32)
+TOGETHER = 2**13  # parameters whose local and shared fit the second cache
 
 
 def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
@@ -251,6 +255,62 @@ def _apply_(
         local_N[i] += local_N.dtype.type(quanta) * quantum
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(_: Any, address: Any) -> Any:
+    """Return an address as a pointer, for `carray`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.uint64), generate
+
+
+@compiled
+def _apply_all_(
+    local_N: Array,
+    shared_N: Array,
+    updates_F: Array,
+    quanta_F: Array,
+    at_F: Array,
+    base: int,
+) -> None:
+    """Apply the entries of several updates, ``TOGETHER`` parameters at a time.
+
+    The vectors are read from memory and written once, not once for each update.
+
+    Args:
+        local_N: Float32 or float64. Changed in place.
+        shared_N: Int32. Changed in place.
+        updates_F: Uint64, four for each update: the addresses of its entries and of its
+            levels, 0 for one quantum each, their number, and the quantum in steps of
+            the grid.
+        quanta_F: Quantum of each update, in local's dtype.
+        at_F: Int64 zeros. Changed in place.
+        base: Position of the vector's first parameter.
+    """
+    for start in range(0, local_N.size, TOGETHER):
+        stop = base + min(start + TOGETHER, local_N.size)  # the last entry
+        for f in range(updates_F.shape[0]):
+            size = np.int64(updates_F[f, 2])
+            entries_K = numba.carray(_pointer(updates_F[f, 0]), size, np.int32)
+            levels_K = numba.carray(_pointer(updates_F[f, 1]), size, np.uint8)
+            with_levels = updates_F[f, 1] != 0
+            count, quantum = np.int64(updates_F[f, 3]), quanta_F[f]
+            k = at_F[f]
+            while k < size:
+                entry = np.int64(entries_K[k])
+                place = abs(entry)
+                if place > stop:
+                    break
+                i = np.uint64(place - 1 - base)
+                level = np.int64(levels_K[k]) if with_levels else np.int64(1)
+                quanta = level if entry > 0 else -level
+                shared_N[i] += count * quanta
+                local_N[i] += local_N.dtype.type(quanta) * quantum
+                k += 1
+            at_F[f] = k
+
+
 @compiled
 def _apply_counts_(
     local_N: Array, shared_N: Array, counts_N: Array, step: float
@@ -362,6 +422,30 @@ class NumbaGroup(VectorGroup):
         quantum = local.dtype.type(count * grid)
         shared, entries = self.shared_N.numpy(), entries_K.numpy()
         _apply_(local, shared, entries, levels, self.start, count, quantum)
+
+    @override
+    def apply_all_(self, updates: Sequence[ReceivedEntries], grid: float) -> None:
+        if len(updates) == 1:
+            return super().apply_all_(updates, grid)  # reads only what it changes
+        local, shared = self.local_N.numpy(), self.shared_N.numpy()
+        updates_F = np.array(
+            [
+                (
+                    entries_K.data_ptr(),
+                    0 if levels_K is None else levels_K.data_ptr(),
+                    len(entries_K),
+                    quantum_count,
+                )
+                for entries_K, levels_K, quantum_count in updates
+            ],
+            np.uint64,
+        )
+        quanta_F = np.array(
+            [update.quantum_count * grid for update in updates], local.dtype
+        )
+        at_F = np.zeros(len(updates), np.int64)
+        _apply_all_(local, shared, updates_F, quanta_F, at_F, self.start)
+        return None
 
     @override
     def apply_counts_(

@@ -14,6 +14,7 @@ Only the training thread calls these methods, between optimizer steps.
 Shape suffixes: N = parameters over all groups, K = entries of one update.
 """
 
+import bisect
 import contextlib
 import functools
 import itertools
@@ -30,12 +31,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from daskdl.codec import DenseUpdate, Update
+from daskdl.codec import DenseUpdate, SparseUpdate, Update
 from daskdl.compression import kernels_numba
 from daskdl.compression.flat import FlatParameters, empty, grid_for, working_dtype
 from daskdl.compression.kernels import (
     INT32_MAX,
     PinnedGroup,
+    ReceivedEntries,
     VectorGroup,
     own_factor,
 )
@@ -213,9 +215,7 @@ class ReplicaVector:
                 shared_N[where] = counts.to(torch.int32)
                 local_N[where] = self._shared_values(group, where)
         self._copied = [g for g in self.groups if g.local_N is not g.flat]
-        # int32 as entries are: otherwise `searchsorted` converts all entries.
-        ends = [g.start + g.shared_N.numel() for g in self.groups]
-        self._ends = np.array(ends, np.int32)
+        self._ends = [g.start + g.shared_N.numel() for g in self.groups]
         self._show_all_()
 
     # Flat, local and the residual.
@@ -370,20 +370,37 @@ class ReplicaVector:
                 self._show_entries_(group, entries_K)
         return removed
 
-    def apply_(self, update: Update) -> None:
-        """Move local and shared by another replica's update; the residual stays."""
-        if isinstance(update, DenseUpdate):
+    def apply_(self, *updates: Update) -> None:
+        """Move local and shared by other replicas' updates; the residual stays."""
+        sparse: list[SparseUpdate] = []
+        for update in updates:
+            if isinstance(update, SparseUpdate):
+                sparse.append(update)
+                continue
             if update.grid != self.grid:
                 raise CodecError(f"grid must be {self.grid}, got {update.grid}")
+            if sparse:
+                self._apply_sparse_(sparse)
+                sparse = []
             self.apply_counts_(update.counts_N)
-            return
-        if update.size != self.size:
-            raise CodecError(f"model has {self.size} parameters, got {update.size}")
-        count = count_of(update.threshold, self.grid)
-        for group, part_K, quanta_K in self._split(update.entries_K, update.levels_K):
-            group.apply_(part_K, count, self.grid, quanta_K)
+        if sparse:
+            self._apply_sparse_(sparse)
+
+    def _apply_sparse_(self, updates: Sequence[SparseUpdate]) -> None:
+        groups = self._local_groups()
+        parts: list[list[ReceivedEntries]] = [[] for _ in groups]
+        for update in updates:
+            if update.size != self.size:
+                raise CodecError(f"model has {self.size} parameters, got {update.size}")
+            count = count_of(update.threshold, self.grid)
+            for of_group, entries_K, levels_K in self._split(update):
+                parts[of_group].append(ReceivedEntries(entries_K, levels_K, count))
+        for group, received in zip(groups, parts, strict=True):
+            if received:
+                group.apply_all_(received, self.grid)
             if self._copied:
-                self._show_entries_(group, part_K)
+                for part in received:
+                    self._show_entries_(group, part.entries_K)
 
     def apply_counts_(
         self, counts_N: Counts, *, from_residual: bool = False, momentum: float = 0.0
@@ -524,18 +541,21 @@ class ReplicaVector:
             self._showing = False
 
     def _split(
-        self, entries_K: Counts, levels_K: npt.NDArray[np.uint8] | None = None
-    ) -> Iterator[tuple[VectorGroup, Tensor, Tensor | None]]:
+        self, update: SparseUpdate
+    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         """Split entries and levels by group, leaving out groups without entries."""
-        groups = self._local_groups()
-        ends = np.searchsorted(np.abs(entries_K), self._ends, "right")
-        for group, a, b in zip(groups, [0, *ends[:-1]], ends, strict=True):
+        entries_K, levels_K = update.entries_K, update.levels_K
+        ends = [bisect.bisect_right(entries_K, end, key=abs) for end in self._ends[:-1]]
+        cuts = [0, *ends, len(entries_K)]
+        for i, (group, (a, b)) in enumerate(
+            zip(self.groups, itertools.pairwise(cuts), strict=True)
+        ):
             if a == b:
                 continue
             part_K, quanta_K = group.from_host(torch.from_numpy(entries_K[a:b])), None
             if levels_K is not None:
                 quanta_K = group.from_host(torch.from_numpy(levels_K[a:b]))
-            yield group, part_K, quanta_K
+            yield i, part_K, quanta_K
 
     def _split_counts(
         self, counts_N: Counts

@@ -243,8 +243,7 @@ class GradientSharingExchange(Exchange):
     def _apply(self, pending: DrainResult) -> None:
         if pending.folded_N is not None:
             self._vector.apply_counts_(pending.folded_N)
-        for update in pending.updates:
-            self._vector.apply_(update)
+        self._vector.apply_(*pending.updates)
 
     @override
     def after_step(self, interval: int, examples: int) -> None:
@@ -676,7 +675,9 @@ class GradientSharing(TrainingMaster):
         for update in (*compressor.propose(), *compressor.propose(dense=True)):
             frame = update.encode(codec.Stamp(0, 0, 1, 1))
             compressor.commit_(update)
-            compressor.vector.apply_(codec.decode(frame.tobytes()))
+            received = codec.decode(frame.tobytes())
+            compressor.vector.apply_(received)
+            compressor.vector.apply_(received, received)  # has a loop of its own
 
     @property
     @override

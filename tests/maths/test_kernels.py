@@ -17,7 +17,12 @@ from hypothesis import strategies as st
 
 from daskdl.codec import Kind, SparseUpdate, Stamp
 from daskdl.compression import replica_vector
-from daskdl.compression.kernels import PinnedGroup, VectorGroup, own_factor
+from daskdl.compression.kernels import (
+    PinnedGroup,
+    ReceivedEntries,
+    VectorGroup,
+    own_factor,
+)
 from daskdl.compression.kernels_numba import NumbaGroup
 from daskdl.compression.replica_vector import fold_, kernels_for, triton_or_torch
 from tests.support.recording import parameters_in_step
@@ -233,6 +238,38 @@ def test_levels_move_by_so_many_quanta(kernel):
     group.apply_(entries, 64, GRID, levels)
     assert group.shared_N.tolist() == [14 * 64, -4 * 64, 0]
     assert group.local_N.tolist() == [13.5 * QUANTUM, -3.5 * QUANTUM, 1.0]
+
+
+class TestApply:
+    @FLOATS
+    @pytest.mark.parametrize("size", [1, 8191, 8192, 8193, 50_000], ids=str)
+    def test_several_updates_together_are_as_one_after_the_other(
+        self, kernel, size, dtype
+    ):
+        start, generator = 7, np.random.default_rng(size)
+        local, shared = random_pair(size, seed=size, dtype=dtype)
+        together = kernel(local, shared, start, dtype)
+        alone = VectorGroup(local.clone(), local.clone(), shared.clone(), start)
+        device, updates = together.local_N.device, []
+        for count, density, leveled in (
+            (64, 0.3, True),
+            (5, 0.01, False),
+            (2**10, 1.0, True),
+            (1, 0.2, False),
+        ):
+            chosen = np.flatnonzero(generator.random(size) < density)
+            signs = generator.choice([-1, 1], len(chosen))
+            entries_K = torch.from_numpy((chosen + 1 + start) * signs).int()
+            levels = generator.integers(1, 16, len(chosen), np.uint8)
+            levels_K = torch.from_numpy(levels) if leveled else None
+            alone.apply_(entries_K, count, GRID, levels_K)
+            moved = None if levels_K is None else levels_K.to(device)
+            updates.append(ReceivedEntries(entries_K.to(device), moved, count))
+
+        together.apply_all_(updates, GRID)
+
+        assert torch.equal(together.shared_N.cpu(), alone.shared_N)
+        assert torch.equal(together.local_N.cpu(), alone.local_N)
 
 
 def test_folded_entries_are_added_up():

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -660,25 +660,72 @@ class Inbox:
 
 
 class SharedFrame:
-    """A received frame for several replicas of a run, decoded once."""
+    """A received frame for several replicas of a run, decoded once.
+
+    Attributes:
+        payload: The frame as it arrived.
+        result: What was decoded, or the error; None: not decoded yet.
+    """
+
+    payload: Any
+    result: Update | CodecError | None
 
     def __init__(self, payload: Any) -> None:
         self.payload = payload
-        self._update: Update | None = None
+        self.result = None
 
-    def decode(self, message: Message, spec: ChannelSpec, grid: float) -> Update:
-        """Return the update for one replica; it must not be changed.
 
-        Raises:
-            CodecError: If the frame is invalid, or not the update of the message.
-        """
-        try:
-            if self._update is None:
-                frame = unwrap(self.payload)
-                self._update = codec.decode(frame, run=spec.run, size=spec.size)
-        except (TypeError, ValueError, LookupError) as error:  # not bytes
-            raise CodecError(str(error)) from error
-        return on_grid(self._update, message, grid)
+def undecoded_bytes(messages: Iterable[Message]) -> int:
+    """Return the bytes of the frames that have not been decoded yet."""
+    return sum(
+        m.nbytes
+        for m in messages
+        if not (isinstance(m.payload, SharedFrame) and m.payload.result is not None)
+    )
+
+
+def decode_all(
+    messages: Sequence[Message], spec: ChannelSpec, grid: float
+) -> list[Update | CodecError]:
+    """Decode the frames of messages together.
+
+    Returns:
+        For each message its update, in steps of the grid, which must not be changed; or
+        the error, if its frame is invalid, or not the update of the message.
+    """
+    frames = [
+        m.payload if isinstance(m.payload, SharedFrame) else SharedFrame(m.payload)
+        for m in messages
+    ]
+    unread: list[SharedFrame] = []
+    views: list[memoryview] = []
+    for frame in frames:
+        if frame.result is None:
+            try:
+                views.append(memoryview(unwrap(frame.payload)))
+            except (TypeError, ValueError, LookupError) as error:  # not bytes
+                frame.result = CodecError(str(error))
+            else:
+                unread.append(frame)
+    results = codec.decode_all(views, run=spec.run, size=spec.size)
+    for frame, result in zip(unread, results, strict=True):
+        frame.result = result
+    return [
+        _of_message(frame.result, message, grid)
+        for frame, message in zip(frames, messages, strict=True)
+    ]
+
+
+def _of_message(
+    result: Update | CodecError | None, message: Message, grid: float
+) -> Update | CodecError:
+    assert result is not None
+    if isinstance(result, CodecError):
+        return result
+    try:
+        return on_grid(result, message, grid)
+    except CodecError as error:
+        return error
 
 
 def on_grid(update: Update, message: Message, grid: float) -> Update:

@@ -30,7 +30,7 @@ CHECK_S = 0.25  # between two checks for missing updates
 # so that at most 64 MiB are in flight.
 CONCURRENT_ORIGINS = 16
 
-Put = Callable[[Message], Awaitable[bool]]
+Put = Callable[[Sequence[Message]], Awaitable[list[bool]]]
 
 
 class Repairs:
@@ -232,9 +232,8 @@ class Repairs:
             messages = [Message.from_wire(fields) for fields in answer["messages"]]
         wanted = (MessageKind.UPDATE, origin)
         messages = [m for m in messages if (m.kind, m.origin) == wanted]
-        for message in messages:
-            is_taken = await self._put(message)  # `repaired` may change meanwhile
-            self.repaired += is_taken
+        taken = await self._put(messages)  # `repaired` may change meanwhile
+        self.repaired += sum(taken)
         return len(messages)
 
 

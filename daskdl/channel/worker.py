@@ -34,7 +34,9 @@ from daskdl.channel.inbox import (
     PreSnapshotBuffer,
     Received,
     SharedFrame,
+    decode_all,
     refuse,
+    undecoded_bytes,
 )
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
@@ -71,7 +73,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-INLINE_BYTES = 2**20  # larger frames are decoded in a thread
+INLINE_BYTES = 2**20  # more bytes of frames are decoded in a thread
+BUFFERED = 16  # updates that are decoded together when the snapshot has arrived
 
 
 SNAPSHOT = "snapshot "  # begins the names of snapshots, and of no other blobs
@@ -240,36 +243,61 @@ class ReplicaEndpoint:
 
     # ---- event loop
 
-    async def deliver(self, message: Message) -> bool:
-        """Process a message; an unreadable one is counted and dropped.
+    async def deliver(self, messages: Sequence[Message]) -> int:
+        """Process messages in order; unreadable updates are counted and dropped.
+
+        Updates that follow each other are decoded in one call.
 
         Returns:
-            False if there is no room for the message or a barrier holds it back, so
-            that it must be sent again.
+            The number of messages before the first that must be sent again, because
+            there is no room for it or a barrier holds it back.
         """
+        accepted = 0
+        for is_update, group in itertools.groupby(messages, _is_update):
+            batch = list(group)
+            if is_update:
+                count = await self._deliver_updates(batch)
+            else:
+                count = len(batch)
+                for message in batch:
+                    self._process_control(message)
+            accepted += count
+            if count < len(batch):
+                break
+        return accepted
+
+    def _process_control(self, message: Message) -> None:
         if message.kind == MessageKind.MEMBERS:
             self.on_members(message.payload)
-            return True
-        if message.kind != MessageKind.UPDATE:
-            if (
-                self.inbox.process_control(message)
-                and message.kind == MessageKind.PROGRESS
-            ):
-                self.routing.on_message(message)
-            return True
-        message = self._owned(message)
-        if self.inbox.awaits_snapshot:
-            limit_bytes = self._spec.inbox_bytes
-            is_kept = self._before_snapshot.keep(message, limit_bytes)
-            if is_kept and self.routing.generation:
-                self.routing.on_message(message)
-            return is_kept is not None
-        if self.inbox.barrier.holding and self.inbox.holds_back(message):
-            return False
-        if await self._put(message):
+            return
+        is_new = self.inbox.process_control(message)
+        if is_new and message.kind == MessageKind.PROGRESS:
             self.routing.on_message(message)
-            return True
-        return not self.inbox.holds_back(message)  # a barrier may have begun meanwhile
+
+    async def _deliver_updates(self, batch: Sequence[Message]) -> int:
+        """Deliver updates; see `deliver`."""
+        batch = [self._owned(message) for message in batch]
+        inbox = self.inbox
+        if inbox.awaits_snapshot:
+            for place, message in enumerate(batch):
+                limit_bytes = self._spec.inbox_bytes
+                is_kept = self._before_snapshot.keep(message, limit_bytes)
+                if is_kept is None:
+                    return place
+                if is_kept and self.routing.generation:
+                    self.routing.on_message(message)
+            return len(batch)
+        if inbox.barrier.holding:
+            held = [inbox.holds_back(message) for message in batch]
+            batch = batch[: [*held, True].index(True)]
+        taken = await self._put(batch)
+        for message in itertools.compress(batch, taken):
+            self.routing.on_message(message)
+        held = [  # a barrier may have begun meanwhile
+            not is_taken and inbox.holds_back(message)
+            for message, is_taken in zip(batch, taken, strict=True)
+        ]
+        return [*held, True].index(True)
 
     def _owned(self, message: Message) -> Message:
         """Copy the frame of a message out of its buffer, which may hold a batch."""
@@ -283,24 +311,26 @@ class ReplicaEndpoint:
         except (TypeError, ValueError):  # not bytes: refused later
             return message
 
-    async def _put(self, message: Message) -> bool:
-        payload = message.payload
-        shared = payload if isinstance(payload, SharedFrame) else SharedFrame(payload)
+    async def _put(self, messages: Sequence[Message]) -> list[bool]:
+        """Put updates into the inbox; return which of them it has taken."""
         decode = functools.partial(
-            shared.decode, message, self._spec, self.inbox.pending.grid
+            decode_all, messages, self._spec, self.inbox.pending.grid
         )
-        try:
-            if message.nbytes > INLINE_BYTES:
-                update = await asyncio.to_thread(decode)
-            else:
-                update = decode()
-        except CodecError as error:
-            refuse(message, error, self._spec, self.inbox)
-            return False
-        if not self.inbox.put(message, update):
-            return False
-        self.routing.keep(message)
-        return True
+        if undecoded_bytes(messages) > INLINE_BYTES:
+            updates = await asyncio.to_thread(decode)
+        else:
+            updates = decode()
+        taken: list[bool] = []
+        with self.inbox.changed:  # wakes the training thread once
+            for message, update in zip(messages, updates, strict=True):
+                if isinstance(update, CodecError):
+                    refuse(message, update, self._spec, self.inbox)
+                    taken.append(False)
+                else:
+                    taken.append(self.inbox.put(message, update))
+        for message in itertools.compress(messages, taken):
+            self.routing.keep(message)
+        return taken
 
     def on_members(self, payload: Any) -> None:
         """Adopt a membership: its generation, and the worker of each member."""
@@ -388,8 +418,10 @@ class ReplicaEndpoint:
         """Start from a snapshot; deliver buffered updates that it does not contain."""
 
         async def deliver() -> None:
-            for message in self._before_snapshot.messages:  # more may arrive meanwhile
-                await self._put(message)
+            messages, begin = self._before_snapshot.messages, 0
+            while batch := messages[begin : begin + BUFFERED]:  # more may arrive
+                await self._put(batch)
+                begin += len(batch)
             self.inbox.awaits_snapshot = False
             self._before_snapshot = PreSnapshotBuffer()
 
@@ -526,7 +558,8 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     ) -> Fields:
         """Deliver messages of the relay or of another replica to a replica here."""
         endpoint = self._endpoint_of(run, replica)
-        return await _deliver(endpoint, [Message.from_wire(m) for m in messages])
+        batch = [Message.from_wire(fields) for fields in messages]
+        return {"accepted": await endpoint.deliver(batch)}
 
     async def handle_deliver_batches(
         self,
@@ -552,7 +585,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         for message in messages:
             if isinstance(message, Exception):
                 raise message
-        return await _deliver(endpoint, messages)
+        return {"accepted": await endpoint.deliver(messages)}
 
     async def handle_snapshot(
         self,
@@ -674,11 +707,5 @@ def _shareable(fields: Any) -> Message | Exception:
     return message._replace(payload=SharedFrame(message.payload))
 
 
-async def _deliver(endpoint: ReplicaEndpoint, messages: Sequence[Message]) -> Fields:
-    """Deliver messages in order, until the replica accepts no more."""
-    accepted = 0
-    for message in messages:
-        if not await endpoint.deliver(message):
-            break
-        accepted += 1
-    return {"accepted": accepted}
+def _is_update(message: Message) -> bool:
+    return message.kind == MessageKind.UPDATE

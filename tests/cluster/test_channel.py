@@ -6,7 +6,6 @@ from distributed import Client, Event
 
 from daskdl import codec
 from daskdl.channel.base import Stopped
-from daskdl.channel.inbox import SharedFrame
 from daskdl.channel.protocol import NAME, WaitCause
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
@@ -47,12 +46,13 @@ async def test_a_large_frame_is_decoded_outside_the_event_loop(c, s, a, b, monke
         frame = codec.encode_dense(stamp, run.spec.grid, counts_N)
         assert frame.nbytes > 2**20
 
-        decode, threads = SharedFrame.decode, []
-        monkeypatch.setattr(
-            SharedFrame,
-            "decode",
-            lambda *frame: threads.append(threading.get_ident()) or decode(*frame),
-        )
+        decode_all, threads = codec.decode_all, []
+
+        def decoding(frames, **options):
+            threads.append(threading.get_ident())
+            return decode_all(frames, **options)
+
+        monkeypatch.setattr(codec, "decode_all", decoding)
         assert run.channels[0].publish(lambda _: frame, stamp.step) is not None
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
 

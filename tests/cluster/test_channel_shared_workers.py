@@ -1,9 +1,7 @@
 """Several replicas on one worker: the relay sends it what is for all of them once."""
 
-from types import SimpleNamespace
-
 from daskdl import codec
-from daskdl.channel import inbox, protocol, scheduler
+from daskdl.channel import protocol, scheduler
 from daskdl.channel.protocol import MESSAGE_BYTES, Answer
 from tests.support.channels import (
     RUN,
@@ -69,16 +67,14 @@ async def test_a_shared_update_counts_once_for_the_bound_of_a_request(
 
 @workers(2)
 async def test_a_frame_is_decoded_once_per_worker(c, s, a, b, monkeypatch):
-    decoded = []
+    decode_all, decoded = codec.decode_all, []
 
-    def decode(frame, **expected):
-        decoded.append(expected)
-        return codec.decode(frame, **expected)
+    def decoding(frames, **expected):
+        decoded.extend(frames)
+        return decode_all(frames, **expected)
 
     async with a_run(c, s, a, b, b, b) as run:
-        monkeypatch.setattr(
-            inbox, "codec", SimpleNamespace(**{**vars(codec), "decode": decode})
-        )
+        monkeypatch.setattr(codec, "decode_all", decoding)
 
         assert publish(run.channels[0])
         for replica in (1, 2, 3):

@@ -236,8 +236,8 @@ MUTATIONS = {
     ),
     "a newcomer drops what came before its snapshot": Mutation(
         "daskdl.channel.worker",
-        "                await self._put(message)\n            self.inbox.awaits_",
-        "                pass\n            self.inbox.awaits_",
+        "                await self._put(batch)\n                begin",
+        "                begin",
     ),
     "a newcomer that comes early does not wait for the others": Mutation(
         "daskdl.channel.scheduler",

@@ -3,9 +3,10 @@
 import asyncio
 import re
 
+import numpy as np
 import pytest
 
-from daskdl.channel.protocol import BarrierKind
+from daskdl.channel.protocol import BarrierKind, unwrap, wrap
 from daskdl.errors import WaitTimeoutError
 from tests.sim.cluster import simulated
 from tests.support.channels import (
@@ -17,6 +18,7 @@ from tests.support.channels import (
     applied_by,
     begin,
     bounds,
+    flipped,
     held_up,
     in_thread,
     meet,
@@ -185,6 +187,23 @@ async def test_a_replica_that_acknowledges_nothing_blocks_its_peers(
         assert publish(sender, step=20)
         await in_thread(receiver.wait_for_updates, {0: count + 1})
         assert totals(receiver.drain(), 1) == [count + 1]
+
+
+@simulated(3)
+async def test_readable_updates_are_taken_and_forwarded_beside_damaged_ones(
+    c, s, *workers
+):
+    async with a_run(c, s, *workers, **MESH) as run:
+        first, second, third = sent_by(run, 0, 1, 2, 3)
+        frame = np.frombuffer(unwrap(second[5]), np.uint8)
+        damaged = (*second[:5], wrap(flipped(frame)), *second[6:])
+
+        answer = await run.deliver(1, first, damaged, third)
+
+        assert answer["accepted"] == 3
+        assert run.received(1, 0) == (1, (3,))
+        await wait_until(lambda: run.received(2, 0) == (1, (3,)))
+        assert totals(run.channels[1].drain(), 3) == [1, 0, 1]
 
 
 # ---- agreement after losses

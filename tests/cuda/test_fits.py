@@ -13,6 +13,7 @@ from daskdl import (
     OptionError,
     ReplicaError,
 )
+from daskdl.training import gradient_sharing
 from tests.support import promises
 from tests.support.devices import (
     DEVICE,
@@ -104,6 +105,12 @@ class TestConservation(promises.Conservation):
 @on_the_cpu_elsewhere
 class TestAgreement(promises.Agreement):
     pass
+
+
+class TestPackingBesideSteps(promises.Conservation, promises.Agreement):
+    @pytest.fixture(autouse=True)
+    def one_entry_is_enough(self, monkeypatch):
+        monkeypatch.setattr(gradient_sharing, "BESIDE_ENTRIES", 1)
 
 
 class TestInStep(promises.InStep):

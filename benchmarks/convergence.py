@@ -6,7 +6,9 @@ Question: With as many examples and the same learning rate, how good is the mode
 Counted:  Accuracy or loss on rows that were not trained on, mean and standard deviation
           over seeds. `returned` is the model that `fit` returns. `to sync`: relative to
           synchronous training with as many replicas, the same rate and seed, in points
-          of accuracy or percent of the loss, more is better; `worst` of the seeds.
+          of accuracy or percent of the loss, more is better; `worst` of the seeds;
+          `best` compares the best epoch of each, which early stopping would return:
+          who learns faster overfits sooner.
           `epochs`: the first after which the model was as good as one process over its
           last three. `sent`: bytes published / bytes of whole updates. Replicas are
           threads of one process (`Trainer(client=False)`): the step, the codec and the
@@ -24,11 +26,12 @@ import functools
 import itertools
 import json
 import math
+import operator
 import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -72,16 +75,21 @@ MASTERS: dict[str, daskdl.GradientSharing | daskdl.ParameterAveraging] = {
     "strict": Sharing(apply="strict"),
     "sum": Sharing(update_scale="sum"),
     "keep": Sharing(residual=daskdl.KeepResidual()),
-    "staleness 0": Sharing(max_staleness=0),
     "staleness 2": Sharing(max_staleness=2),
     "staleness None": Sharing(max_staleness=None),
     "every 1": Sharing(exchange_every=1),
     "every 4": Sharing(exchange_every=4),
     "every 16": Sharing(exchange_every=16),
-    "lockstep 16": Sharing(max_staleness=0, exchange_every=16),
+    "lockstep": Sharing(max_staleness=0),  # independent of time
     "momentum 0.5": Sharing(momentum=0.5),
     "momentum 0.8": Sharing(momentum=0.8),
     "momentum 0.9": Sharing(momentum=0.9),
+    **{
+        f"lockstep {every}{f' momentum {momentum}' * (momentum > 0)}": Sharing(
+            max_staleness=0, exchange_every=every, momentum=momentum
+        )
+        for every, momentum in itertools.product((1, 4, 16), (0.0, 0.5, 0.8, 0.9))
+    },
     "averaging": Averaging(),
     "averaging in 8": Averaging(compression="dense8"),
     "averaging 1": Averaging(frequency=1),
@@ -213,6 +221,11 @@ def trained(run: Run, rate_factor: float) -> Row:
 # ---- results
 
 
+def best_epoch(row: Row) -> float:
+    """The best score after an epoch."""
+    return (max if TASKS[row.task].score == "accuracy" else min)(row.scores)
+
+
 def reached(scores: list[float], goal: float, task: Task) -> float:
     """The first epoch, from 1, that reached the goal; NaN if none did."""
     reached = (
@@ -221,10 +234,16 @@ def reached(scores: list[float], goal: float, task: Task) -> float:
     return next(reached, math.nan)
 
 
-def gaps(rows: list[Row], beside: list[Row], *, higher: bool) -> list[float]:
+def gaps(
+    rows: list[Row],
+    beside: list[Row],
+    *,
+    higher: bool,
+    score: Callable[[Row], float] = operator.attrgetter("returned"),
+) -> list[float]:
     """Improvement on runs of the same seed: points, or percent of the loss."""
-    others = {row.seed: row.returned for row in beside}
-    pairs = [(row.returned, others[row.seed]) for row in rows if row.seed in others]
+    others = {row.seed: score(row) for row in beside}
+    pairs = [(score(row), others[row.seed]) for row in rows if row.seed in others]
     if higher:
         return [100 * (score - base) for score, base in pairs]
     return [100 * (base - score) / base for score, base in pairs]
@@ -232,9 +251,10 @@ def gaps(rows: list[Row], beside: list[Row], *, higher: bool) -> list[float]:
 
 def table(rows: list[Row]) -> str:
     """A line for each task, optimizer, number of replicas and way."""
+    wide = max(14, *(len(row.way) for row in rows))
     lines = [
-        f"{'task':9} {'optimizer':9} {'n':>2} {'way':14} {'returned':>8} {'+-':>6} "
-        f"{'to sync':>8} {'worst':>7} {'epochs':>6} {'sent':>8}"
+        f"{'task':9} {'optimizer':9} {'n':>2} {'way':{wide}} {'returned':>8} {'+-':>6} "
+        f"{'to sync':>8} {'worst':>7} {'best':>6} {'epochs':>6} {'sent':>8}"
     ]
     order = {"task": list(TASKS), "optimizer": list(OPTIMIZERS), "way": WAYS}
     cases: dict[tuple[str, str, int, str], list[Row]] = {}
@@ -258,12 +278,14 @@ def table(rows: list[Row]) -> str:
             statistics.mean(row.scores[-3:]) for row in single
         )
         gap = gaps(repeats, sync, higher=higher)
+        best = gaps(repeats, sync, higher=higher, score=best_epoch)
         returned = [row.returned for row in repeats]
         epochs = [reached(row.scores, goal, task) for row in repeats]
         lines.append(
-            f"{name:9} {optimizer:9} {replicas:>2} {way:14} "
+            f"{name:9} {optimizer:9} {replicas:>2} {way:{wide}} "
             f"{statistics.mean(returned):8.4f} {statistics.pstdev(returned):6.4f} "
             f"{statistics.mean(gap):+8.2f} {min(gap):+7.2f} "
+            f"{statistics.mean(best):+6.2f} "
             f"{statistics.fmean(epochs):6.1f} "
             f"{statistics.mean(row.sent for row in repeats):8.2e}"
         )
@@ -272,31 +294,39 @@ def table(rows: list[Row]) -> str:
 
 def summary(rows: list[Row]) -> str:
     """A line for each optimizer and way: what it is beside synchronous training."""
+    wide = max(14, *(len(row.way) for row in rows))
     lines = [
-        f"{'optimizer':9} {'way':14} {'to sync':>8} {'worst':>7} {'of':20} {'sent':>8}"
+        f"{'optimizer':9} {'way':{wide}} {'to sync':>8} {'worst':>7} {'of':20} "
+        f"{'best':>6} {'sent':>8}"
     ]
     beside: dict[tuple[str, str, int], list[Row]] = {}
     for row in rows:
         if row.way == "synchronous":
             beside.setdefault((row.task, row.optimizer, row.replicas), []).append(row)
-    values: dict[tuple[str, str], list[tuple[float, Row]]] = {}
+    values: dict[tuple[str, str], list[tuple[float, float, Row]]] = {}
     for row in rows:
         if row.way in ("synchronous", "one process"):
             continue
         others = beside.get((row.task, row.optimizer, row.replicas), [])
         higher = TASKS[row.task].score == "accuracy"
-        for gap in gaps([row], others, higher=higher):
-            values.setdefault((row.optimizer, row.way), []).append((gap, row))
+        pairs = zip(
+            gaps([row], others, higher=higher),
+            gaps([row], others, higher=higher, score=best_epoch),
+            strict=True,
+        )
+        for gap, best in pairs:
+            values.setdefault((row.optimizer, row.way), []).append((gap, best, row))
     ways = list(dict.fromkeys(way for _, way in values))
     for optimizer, way in itertools.product(OPTIMIZERS, ways):
-        pairs = values.get((optimizer, way))
-        if not pairs:
+        if (optimizer, way) not in values:
             continue
-        worst, row = min(pairs, key=lambda pair: pair[0])
+        gap_of, best_of, of = zip(*values[optimizer, way], strict=True)
+        worst, row = min(zip(gap_of, of, strict=True), key=operator.itemgetter(0))
         lines.append(
-            f"{optimizer:9} {way:14} {statistics.mean(gap for gap, _ in pairs):+8.2f} "
+            f"{optimizer:9} {way:{wide}} {statistics.mean(gap_of):+8.2f} "
             f"{worst:+7.2f} {f'{row.task}, {row.replicas}':20} "
-            f"{statistics.mean(row.sent for _, row in pairs):8.2e}"
+            f"{statistics.mean(best_of):+6.2f} "
+            f"{statistics.mean(row.sent for row in of):8.2e}"
         )
     return "\n".join(lines)
 

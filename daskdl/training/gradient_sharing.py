@@ -60,7 +60,6 @@ from daskdl.training.pace import (
     EACH_STEP,
     EAGER,
     LOCKSTEP,
-    LOCKSTEP_ADAPTIVE,
     UNSENT_BYTES,
     ExchangePace,
     MeasuredInterval,
@@ -561,10 +560,10 @@ class GradientSharing(TrainingMaster):
             replica's time, or 10 % with an adaptive optimizer. An interval longer than
             1/32 of the steps made so far is used only if exchanges would otherwise take
             more than 10 %, and is at most 16. In lockstep, the interval depends only on
-            the steps made so far: at most 16, or 2 with an adaptive optimizer. With
-            ``apply="strict"``, the interval is 1. At the end of an epoch with fewer
-            than 20 exchanges, a replica sends all progress that is left, in eight bits
-            per parameter; with ``apply="strict"``, it is sent later.
+            the steps made so far, and is at most 16. In lockstep with an adaptive
+            optimizer, and with ``apply="strict"``, it is 1. At the end of an epoch with
+            fewer than 20 exchanges, a replica sends all progress that is left, in eight
+            bits per parameter; with ``apply="strict"``, it is sent later.
         warmup_steps: Number of first steps whose progress is sent in dense updates, in
             eight bits per parameter and without a threshold. Steps are counted over all
             fits of a trainer; later fits and joining replicas do not restart at 0.
@@ -696,10 +695,12 @@ class GradientSharing(TrainingMaster):
         """
         if self.exchange_every != "auto":
             return ExchangePace.fixed(self.exchange_every)
-        if self.apply == "strict":
+        # In lockstep, the cost of an exchange must not decide: an adaptive optimizer
+        # learns most if replicas exchange after each step.
+        if self.apply == "strict" or (self.max_staleness == 0 and adaptive):
             return EACH_STEP
         if self.max_staleness == 0:
-            return LOCKSTEP_ADAPTIVE if adaptive else LOCKSTEP
+            return LOCKSTEP
         pace = ADAPTIVE if adaptive else EAGER
         if self.max_staleness is None or self.max_staleness == "auto":
             return pace

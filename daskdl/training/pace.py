@@ -115,7 +115,6 @@ ADAPTIVE = ExchangePace(
 LOCKSTEP = ExchangePace(
     time_fraction=0.0, first_fraction=0.0, first_longest=1, longest=16
 )
-LOCKSTEP_ADAPTIVE = LOCKSTEP.at_most(2)
 EACH_STEP = ExchangePace.fixed(1)
 
 

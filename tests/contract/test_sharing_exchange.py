@@ -597,7 +597,7 @@ class TestInterval:
         ({"max_staleness": 0}, False, 0.0, 10**6, 16),
         ({"max_staleness": 0}, False, 99.0, 32 * 4, 4),
         ({"max_staleness": 0}, False, 99.0, 0, 1),
-        ({"max_staleness": 0}, True, 0.0, 10**6, 2),
+        ({"max_staleness": 0}, True, 99.0, 10**6, 1),
         ({"apply": "strict"}, False, 99.0, 10**6, 1),
         ({"exchange_every": 12}, True, 99.0, 0, 12),
     ],

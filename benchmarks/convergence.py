@@ -47,6 +47,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import daskdl
 from benchmarks.results import parser_of
 from benchmarks.work import OPTIMIZERS, TASKS, Task
+from daskdl.training.pace import ExchangePace
 
 BASELINES = ("one process", "synchronous", "Polyak", "DDP")
 WINDOW = 20  # steps in Polyak's average: 1 / density of the default
@@ -59,6 +60,28 @@ PLOTTED = {
 
 Averaging = daskdl.ParameterAveraging
 Sharing = daskdl.GradientSharing
+
+
+@dataclass(frozen=True)
+class PaceAtCost(ExchangePace):
+    """As if each exchange took a given number of steps."""
+
+    cost: float = 0.0
+
+    def steps_between(self, cost: float, steps_made: int) -> int:
+        return super().steps_between(self.cost, steps_made)
+
+
+@dataclass(frozen=True)
+class SharingAtCost(daskdl.GradientSharing):
+    """In lockstep, at the intervals of replicas whose exchanges have a given cost."""
+
+    max_staleness: int = 0
+    cost: float = 0.0  # in durations of a step
+
+    def pace(self, *, adaptive: bool = False) -> ExchangePace:
+        pace = daskdl.GradientSharing().pace(adaptive=adaptive)
+        return PaceAtCost(**asdict(pace), cost=self.cost)
 
 
 def diloco(**options: str) -> daskdl.ParameterAveraging:
@@ -80,7 +103,10 @@ MASTERS: dict[str, daskdl.GradientSharing | daskdl.ParameterAveraging] = {
     "every 1": Sharing(exchange_every=1),
     "every 4": Sharing(exchange_every=4),
     "every 16": Sharing(exchange_every=16),
-    "lockstep": Sharing(max_staleness=0),  # independent of time
+    # Independent of time.
+    "lockstep": Sharing(max_staleness=0),
+    "cost 0.5": SharingAtCost(cost=0.5),
+    "cost 2": SharingAtCost(cost=2.0),
     "momentum 0.5": Sharing(momentum=0.5),
     "momentum 0.8": Sharing(momentum=0.8),
     "momentum 0.9": Sharing(momentum=0.9),

@@ -559,7 +559,8 @@ class GradientSharing(TrainingMaster):
             and at most `max_staleness`, such that exchanges take up to about 3 % of a
             replica's time, or 10 % with an adaptive optimizer. An interval longer than
             1/32 of the steps made so far is used only if exchanges would otherwise take
-            more than 10 %, and is at most 16. In lockstep, the interval depends only on
+            more than 10 %, and is at most 16; with an adaptive optimizer, it is also at
+            most 1/8 of the steps made so far. In lockstep, the interval depends only on
             the steps made so far, and is at most 16. In lockstep with an adaptive
             optimizer, and with ``apply="strict"``, it is 1. At the end of an epoch with
             fewer than 20 exchanges, a replica sends all progress that is left, in eight

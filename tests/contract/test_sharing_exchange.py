@@ -552,12 +552,12 @@ class TestInterval:
 
         assert slow == fast == [16, 32, 48, 64, 80, 96]
 
-    def test_in_lockstep_with_adam_it_is_two_steps(self):
+    def test_in_lockstep_with_adam_each_step_is_exchanged(self):
         exchanges = self.exchanges(
             8, steps_made=10**6, max_staleness=0, optimizer=torch.optim.AdamW
         )
 
-        assert exchanges == [2, 4, 6, 8]
+        assert exchanges == [*range(1, 9)]
 
     @pytest.mark.parametrize(
         ("options", "every"),
@@ -590,6 +590,11 @@ class TestInterval:
         ({}, False, 99.0, 32 * 32, 32),
         ({}, False, 99.0, 10**6, 64),
         ({}, True, 0.2, 10**6, 2),
+        # At any cost, adaptive optimizers exchange often at first.
+        ({}, True, 99.0, 15, 1),
+        ({}, True, 99.0, 8 * 4, 4),
+        ({}, True, 99.0, 8 * 16, 16),
+        ({}, True, 99.0, 32 * 32, 32),
         ({"max_staleness": 20}, False, 99.0, 10**6, 16),
         ({"max_staleness": 1}, False, 99.0, 10**6, 1),
         ({"max_staleness": None}, False, 99.0, 10**6, 64),

@@ -45,6 +45,7 @@ SECTIONS = {
     "Accuracy of the plan": "plan",
     "Quality of models": "convergence-defaults",
     "Momentum": "momentum",
+    "Intervals with AdamW": "intervals-adamw",
     "Progress that was not sent": "residuals",
     "Quality of models, longer runs": "convergence-longer",
     "Quality of models, earlier defaults": "convergence",

@@ -85,10 +85,10 @@ class ExchangePace:
             >>> [ADAPTIVE.steps_between(9.0, steps_made) for steps_made in (0, 32, 128)]
             [1, 4, 16]
         """
-        by_ramp, first = steps_made // RAMP, self.first_longest
+        by_ramp, early_limit = steps_made // RAMP, self.first_longest
         if self.first_ramp:
-            first = min(first, steps_made // self.first_ramp)
-        limit = min(max(by_ramp, first), self.longest)
+            early_limit = min(early_limit, steps_made // self.first_ramp)
+        limit = min(max(by_ramp, early_limit), self.longest)
         steps = self.shortest
         while 2 * steps <= limit:
             late = 2 * steps <= by_ramp

@@ -44,6 +44,7 @@ SECTIONS = {
     "The channel alone": "channel",
     "Accuracy of the plan": "plan",
     "Quality of models": "convergence-defaults",
+    "Quality of models, in lockstep": "convergence-lockstep",
     "Momentum": "momentum",
     "Intervals with AdamW": "intervals-adamw",
     "Progress that was not sent": "residuals",

@@ -5,8 +5,8 @@ for its bytes, :func:`encode` in one call; :func:`decode` reads a frame and chec
 byte, the only check of updates from other processes, and :func:`decode_all` reads many.
 Frames are in :mod:`daskdl.codec.frame`, Golomb-Rice coded gaps in
 :mod:`daskdl.codec.golomb`, quanta per entry in :mod:`daskdl.codec.levels`, the reader
-of both in :mod:`daskdl.codec.reading`, and eight bits per parameter in
-:mod:`daskdl.codec.dense8`.
+of both in :mod:`daskdl.codec.reading`, eight bits per parameter in
+:mod:`daskdl.codec.dense8`, and sums of several updates in :mod:`daskdl.codec.sums`.
 """
 
 from daskdl.codec.dense8 import Quantized, counts_of, quantize
@@ -26,6 +26,13 @@ from daskdl.codec.frame import (
     payload_sizes,
     read_kind,
 )
+from daskdl.codec.sums import (
+    Summand,
+    SumUpdate,
+    add_entries_,
+    decode_sum,
+    encode_sum,
+)
 
 __all__ = [
     "Body",
@@ -34,12 +41,17 @@ __all__ = [
     "Quantized",
     "SparseUpdate",
     "Stamp",
+    "SumUpdate",
+    "Summand",
     "Update",
+    "add_entries_",
     "counts_of",
     "decode",
     "decode_all",
+    "decode_sum",
     "encode",
     "encode_dense",
+    "encode_sum",
     "framed",
     "pack",
     "payload_sizes",

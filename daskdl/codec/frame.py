@@ -55,6 +55,7 @@ class Kind(enum.IntEnum):
     DENSE8 = 4  # eight bits per parameter, a scale in grid steps per block
     DENSE32 = 5  # an int32 count of grid steps per parameter
     LEVELS = 6  # quanta of each entry, then the body of GAPS
+    SUM = 7  # several updates, see `daskdl.codec.sums`
 
 
 SPARSE = (Kind.RAW32, Kind.GAPS, Kind.BITMAP, Kind.LEVELS)
@@ -525,6 +526,8 @@ def _without_entries(
     Dense updates are complete.
     """
     kind, header, payload = opened(frame, run, size)
+    if kind is Kind.SUM:
+        raise CodecError("a SUM frame has several updates; decode_sum reads it")
     body = _body_of(kind, header, payload)
     stamp = Stamp(header.run, header.origin, header.sequence, header.step)
     if kind is Kind.DENSE8:

@@ -5,7 +5,18 @@ from pathlib import Path
 
 import numpy as np
 
-from daskdl.codec import Kind, Stamp, decode, encode, encode_dense, quantize
+from daskdl.codec import (
+    Kind,
+    SparseUpdate,
+    Stamp,
+    Summand,
+    decode,
+    decode_sum,
+    encode,
+    encode_dense,
+    encode_sum,
+    quantize,
+)
 from daskdl.codec.frame import LAYOUT, MAGIC, VERSION
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
@@ -23,6 +34,17 @@ def examples():
         yield bytes.fromhex(re.sub(r"#.*", "", block))
 
 
+def summed():
+    """The updates of the example of a sum, and their names."""
+    entries = np.array([1, 2, -3], np.int32)
+    other = STAMP._replace(origin=5)
+    updates = [
+        SparseUpdate(STAMP, Kind.RAW32, 3, 0.5, entries),
+        SparseUpdate(other, Kind.RAW32, 3, 0.75, entries[:1]),
+    ]
+    return updates, [Summand(*update.stamp[1:]) for update in updates]
+
+
 def test_the_worked_examples_are_encoded_as_documented():
     written = [
         encode(
@@ -37,18 +59,24 @@ def test_the_worked_examples_are_encoded_as_documented():
     ]
     eight = quantize(np.array([381, -381, 1, 127], np.int32))
     written.append(encode_dense(STAMP, 2.0**-24, eight).tobytes())
+    written.append(encode_sum(STAMP.run, *summed()).tobytes())
 
     assert [frame.hex(" ") for frame in examples()] == [f.hex(" ") for f in written]
 
 
 def test_the_worked_examples_are_decoded():
-    *read, dense = [decode(frame) for frame in examples()]
+    *frames, of_sum = examples()
+    *read, dense = map(decode, frames)
+    total, counts_N = decode_sum(of_sum), np.zeros(3, np.int32)
+    total.add_(counts_N, 1)
 
     for update, (*expected, levels) in zip(read, EXAMPLES, strict=True):
         assert [update.kind, update.size, update.entries_K.tolist()] == expected
         np.testing.assert_array_equal(update.levels_K, levels)
     assert {update.stamp for update in read} == {STAMP}
     assert (dense.stamp, dense.counts_N.tolist()) == (STAMP, [381, -381, 0, 126])
+    assert (total.threshold, counts_N.tolist()) == (0.25, [5, 2, -2])
+    assert total.summands == ((2, 3, 4), (5, 3, 4))
 
 
 def test_the_header_table_has_every_byte_once():

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daskdl import codec
+from daskdl.channel.merging import subtract_
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
     ChannelSpec,
@@ -25,7 +26,7 @@ from daskdl.channel.protocol import (
     unwrap,
 )
 from daskdl.channel.transport import CLOCK, Clock
-from daskdl.codec import Update
+from daskdl.codec import DenseUpdate, SparseUpdate, Stamp, Summand, SumUpdate, Update
 from daskdl.compression.replica_vector import count_of, fold_, to_grid
 from daskdl.errors import CodecError
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 # Updates received from one origin: the last before the first gap, and all beyond it.
 Received = tuple[int, Sequence[int]]
 NOTHING: Received = (0, ())
+Name = tuple[int, int]  # of an update: its origin and its sequence number
 MAX_AHEAD = 2**20  # updates beyond the first gap; no origin is so far ahead
 MAX_REQUESTED = 1000  # updates of one origin in a request
 
@@ -99,6 +101,13 @@ class ReceivedSet:
             beyond.remove(complete)
         self._complete[origin] = complete
         return True
+
+    def has(self, origin: int, sequence: int) -> bool:
+        """Whether an update has been received."""
+        is_counted = sequence <= self.complete(origin) or (
+            sequence in self._beyond.get(origin, ())
+        )
+        return is_counted and sequence not in self._skipped.get(origin, ())
 
     def skip(self, origin: int, sequence: int) -> None:
         """Close the gap of an update that no replica can provide; it may arrive yet."""
@@ -396,23 +405,42 @@ class PreSnapshotBuffer:
     """
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self._names: list[tuple[Message, Sequence[Name]]] = []
         self._nbytes = 0
         self._received = ReceivedSet()
 
-    def keep(self, message: Message, limit_bytes: int) -> bool | None:
-        """Keep a first copy; False if it is a duplicate, None if there is no room."""
-        if self.messages and self._nbytes >= limit_bytes:
+    @property
+    def messages(self) -> list[Message]:
+        """Kept messages, oldest first."""
+        return [message for message, _ in self._names]
+
+    def keep(
+        self, message: Message, limit_bytes: int, names: Sequence[Name] = ()
+    ) -> bool | None:
+        """Keep a first copy; False if it is a duplicate, None if there is no room.
+
+        Args:
+            message: An update, or the sum of several.
+            limit_bytes: Bound on the bytes of all messages.
+            names: The updates of a sum.
+        """
+        names = names or [(message.origin, message.sequence)]
+        if self._names and self._nbytes >= limit_bytes:
             return None
-        if not self._received.accept(message.origin, message.sequence):
+        accepted = [self._received.accept(*name) for name in names]
+        if not any(accepted):
             return False
-        self.messages.append(message)
+        self._names.append((message, names))
         self._nbytes += message.nbytes + MESSAGE_BYTES
         return True
 
     def drop(self, cut: Mapping[int, int]) -> None:
         """Drop the updates of each origin up to a sequence number."""
-        self.messages = [m for m in self.messages if m.sequence > cut.get(m.origin, 0)]
+        self._names = [
+            (message, names)
+            for message, names in self._names
+            if any(sequence > cut.get(origin, 0) for origin, sequence in names)
+        ]
         self._nbytes = sum(m.nbytes + MESSAGE_BYTES for m in self.messages)
 
 
@@ -431,8 +459,10 @@ class Inbox:
         in_step: Replicas take each step together; see :class:`PendingUpdates`.
         changed: A condition shared with other objects; None: a new one.
         clock: Times the waits and announcements.
+        replica: Number of this replica.
 
     Attributes:
+        replica: As passed.
         in_order: As passed; False after an unreadable update, or after `activate`.
         stopped: Reason why the replica has to leave; None while the run continues.
         awaits_snapshot: Whether the replica has not joined, or waits for its snapshot.
@@ -455,6 +485,7 @@ class Inbox:
         refused: Undecodable frames since the counters were read.
     """
 
+    replica: int
     in_order: bool
     stopped: str | None
     awaits_snapshot: bool
@@ -482,7 +513,9 @@ class Inbox:
         in_step: bool = False,
         changed: threading.Condition | None = None,
         clock: Clock = CLOCK,
+        replica: int = -1,
     ) -> None:
+        self.replica = replica
         self.stopped = None
         self.awaits_snapshot = False
         self.waiting = None
@@ -522,6 +555,51 @@ class Inbox:
             self.received_bytes += message.nbytes
             self.record_progress(origin, PeerProgress(message.step, sequence))
             return True
+
+    def divide(self, summands: Iterable[Summand]) -> tuple[list[Summand], list[Name]]:
+        """Divide the updates of a sum into new ones and those that were received.
+
+        This replica's own updates count as received.
+        """
+        new: list[Summand] = []
+        received: list[Name] = []
+        with self.changed:
+            for summand in summands:
+                origin, sequence, _ = summand
+                if origin == self.replica or self.received.has(origin, sequence):
+                    received.append((origin, sequence))
+                else:
+                    new.append(summand)
+        return new, received
+
+    def put_sum(self, new: Sequence[Summand], update: Update, nbytes: int) -> bool:
+        """Add the sum of pending updates, all of them or none.
+
+        Args:
+            new: The updates, from :meth:`divide`.
+            update: Their sum.
+            nbytes: Bytes of the frame.
+
+        Returns:
+            False if one of them has been received meanwhile, or must not be delivered
+            now.
+        """
+        with self.changed:
+            if self.divide(new)[1] or not self.admits(new):
+                return False
+            for origin, sequence, step in new:
+                self.received.accept(origin, sequence)
+                if self.unreadable:
+                    self.unreadable.get(origin, {}).pop(sequence, None)
+                self.record_progress(origin, PeerProgress(step, sequence))
+            self.pending.add(update)
+            self.received_bytes += nbytes
+            return True
+
+    def admits(self, summands: Iterable[Summand]) -> bool:
+        """Whether a barrier lets all updates of a sum be delivered."""
+        with self.changed:
+            return all(self.barrier.admits(*summand[:2]) for summand in summands)
 
     def add_unreadable(self, message: Message) -> None:
         """Record that an update arrived unreadable and has to be requested again.
@@ -742,6 +820,21 @@ def on_grid(update: Update, message: Message, grid: float) -> Update:
         count_of(update.threshold, grid)
         return update
     return to_grid(update, grid)
+
+
+def sum_on_grid(
+    total: SumUpdate, originals: Iterable[SparseUpdate], grid: float
+) -> DenseUpdate:
+    """Return a sum without some of its updates, in steps of a grid.
+
+    Raises:
+        CodecError: If it is not on the grid.
+    """
+    counts_N = np.zeros(total.size, np.int32)
+    total.add_(counts_N, count_of(total.threshold, grid))
+    for original in originals:
+        subtract_(counts_N, original, count_of(original.threshold, grid))
+    return DenseUpdate(Stamp(total.run, 0, 0, 0), total.size, grid, counts_N)
 
 
 def refuse(message: Message, error: Exception, spec: ChannelSpec, inbox: Inbox) -> None:

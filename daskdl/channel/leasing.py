@@ -163,6 +163,9 @@ class RunSpec:
         title: Describes the model, for the dashboard.
         payload_bytes: Bound of what a replica sends at a barrier or with a lease.
         secret: In each request about the run, see `check_secret`.
+        merge_s: Longest time that updates wait in the relay, to be sent as their sum,
+            seconds; 0: they do not wait, and are sent one by one. No effect if
+            replicas are synchronous: sums would round local otherwise.
     """
 
     run: RunId
@@ -182,6 +185,12 @@ class RunSpec:
     title: str = ""
     payload_bytes: Natural = 2**26
     secret: Token = field(default=0, repr=False)
+    merge_s: float = 0.0
+
+    @property
+    def merges(self) -> bool:
+        """Whether the relay sends sums of updates."""
+        return self.merge_s > 0 and self.relayed and not self.synchronous
 
     @property
     def label(self) -> str:

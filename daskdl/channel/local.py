@@ -83,6 +83,7 @@ class LocalRun:
                 in_step=spec.in_step,
                 changed=self.changed,
                 clock=self._clock,
+                replica=replica,
             )
             inbox.stopped = self.state.stopped
             self._inboxes[replica] = inbox

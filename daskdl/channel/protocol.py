@@ -423,6 +423,7 @@ class MessageKind(enum.StrEnum):
     """Type of a message; a plain string on the wire."""
 
     UPDATE = "update"  # payload: an encoded frame
+    SUM = "sum"  # payload: a frame with the sum of several updates, which names them
     PROGRESS = "progress"  # origin has completed `step`; payload: its last interval
     JOINED = "joined"  # origin trains from now on, starting at `step`
     MEMBERS = "members"  # payload: `Members`

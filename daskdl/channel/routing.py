@@ -28,6 +28,7 @@ from daskdl.channel.protocol import (
     PeerProgress,
 )
 from daskdl.channel.transport import (
+    RECENT,
     Connection,
     Outbox,
     RetransmitBuffer,
@@ -482,11 +483,6 @@ class Routing(ABC):
             neighbor.end()
 
 
-# Number of updates kept even if they exceed an outbox. A replica requests a missing
-# update after a second; sending this many dense updates of some MB takes about as long.
-RECENT = 16
-
-
 class RelayRouting(Routing):
     """Routes updates to the scheduler, which relays them to all other replicas.
 
@@ -504,7 +500,8 @@ class RelayRouting(Routing):
     def publish(self, message: Message, *, force: bool = False) -> bool:
         # Never lowered: small updates may follow before a large update is requested.
         recent_bytes = RECENT * (message.nbytes + MESSAGE_BYTES)
-        limit_bytes = min(recent_bytes, self.connection.spec.inbox_bytes)
+        spec = self.connection.spec
+        limit_bytes = spec.outbox_bytes + min(recent_bytes, spec.inbox_bytes)
         self.own_kept.limit_bytes = max(self.own_kept.limit_bytes, limit_bytes)
         return super().publish(message, force=force)
 

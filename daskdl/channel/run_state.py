@@ -5,8 +5,8 @@ events in `RunState.events`. No I/O, no clock, no thread.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from daskdl.channel.protocol import (
     Work,
     read,
 )
-from daskdl.channel.transport import Outbox
+from daskdl.channel.transport import RECENT, Outbox
 from daskdl.config import Bound, Timeouts
 from daskdl.errors import DaskDLError, RunError, WaitTimeoutError, shown
 
@@ -275,6 +275,7 @@ class BarrierState:
 # twice if an answer is lost. The bounds limit a replica that only claims to leave.
 EXCESS_UPDATES = 4
 EXCESS_BYTES = 16 * 2**20
+MERGEABLE = MessageKind.UPDATE, MessageKind.PROGRESS  # what may wait for others
 MAX_NAMED = 8  # gone replicas in a message, which fits a screen
 
 
@@ -297,6 +298,10 @@ class RunState:
         report: The last epoch's end: "payloads", each ``[replica, payload]``, and the
             work "departed"; empty before the first.
         holding: Whether updates are held back, see `_complete`.
+        waiting: Updates and progress that wait for others, to be sent with them;
+            replaced by `send_waiting`.
+        on_waiting: Called when the first of these begins to wait: `send_waiting` must
+            be called soon.
     """
 
     spec: RunSpec
@@ -314,6 +319,8 @@ class RunState:
     interval: int
     report: Mapping[str, Any]
     holding: bool
+    waiting: list[Message]
+    on_waiting: Callable[[], object]
 
     def __init__(self, spec: RunSpec, now: float = 0.0) -> None:
         self.spec = spec
@@ -335,6 +342,12 @@ class RunState:
         self.interval = 0
         self.report = {}
         self.holding = False
+        self.on_waiting = lambda: None
+        self.waiting = []
+        self._waiting_bytes = 0
+        # By replica, number of messages in its queue so far with each sum that has
+        # updates of the replica itself, and the number of these updates.
+        self._echoes: dict[int, deque[tuple[int, int]]] = {}
         self._agreements = 0  # completed ``AGREE`` barriers
         self._opened_at = self._enough_at = now
         self._held: list[Message] = []  # updates held back, of leaving replicas
@@ -392,6 +405,7 @@ class RunState:
 
     def join(self, replica: int, now: float, outbox: Outbox) -> None:
         """Add a replica to the members, with an empty queue of messages to it."""
+        self.send_waiting()  # what is in the snapshot goes to the others alone
         members = self.members
         member, started = members.replicas[replica], members.started
         if started:
@@ -418,6 +432,7 @@ class RunState:
         member = self.members.replicas[replica]
         if member.active:  # a retried request
             return
+        self.send_waiting()
         member.active = True
         member.progress = member.progress._replace(step=step)
         self._send(Message.control(MessageKind.JOINED, replica, step=step), but=replica)
@@ -469,6 +484,7 @@ class RunState:
         member.failed |= failed
         self.members.generation += 1
         self.outboxes.pop(replica, None)
+        self._echoes.pop(replica, None)
         for leases in self.leases.values():
             leases.lose(replica)
         self._idle.pop(replica, None)
@@ -478,9 +494,74 @@ class RunState:
         self._complete_barriers()
 
     def _send(self, message: Message, but: int | None = None) -> None:
+        # Those that were held back may be in steps of an earlier grid.
+        if self.spec.merges and not self._held and message.kind in MERGEABLE:
+            self.waiting.append(message)
+            self._waiting_bytes += message.nbytes + MESSAGE_BYTES
+            if len(self.waiting) == 1:
+                self.on_waiting()
+            return
+        self.send_waiting()  # it must not overtake them
         for replica, box in self.outboxes.items():
             if replica != but:
                 box.append(message)
+
+    def send_waiting(self, together: Sequence[Message] = (), count: int = 0) -> None:
+        """Send updates that wait for others, and the progress that waits with them.
+
+        Replicas that train get the sum, even the origins of its updates. Joining ones
+        get the updates: a snapshot may contain some of them.
+
+        Args:
+            together: The updates among the first `count` of `waiting`, merged. By
+                default all that wait are sent one by one.
+            count: Number of messages.
+        """
+        sent = self.waiting[: count or None]
+        self.waiting = self.waiting[len(sent) :]
+        self._waiting_bytes = sum(m.nbytes + MESSAGE_BYTES for m in self.waiting)
+        updates = [m for m in sent if m.kind == MessageKind.UPDATE]
+        by_origin = Counter(message.origin for message in updates)
+        progress = {m.origin: m for m in sent if m.kind == MessageKind.PROGRESS}
+        for replica, box in self.outboxes.items():
+            trains = self.members.replicas[replica].active
+            chosen = together if together and trains else updates
+            for message in (*chosen, *progress.values()):
+                is_sum = message.kind == MessageKind.SUM
+                if is_sum or message.origin != replica:
+                    box.append(message)
+                if is_sum and by_origin[replica]:
+                    echoes = self._echoes.setdefault(replica, deque(maxlen=RECENT))
+                    echoes.append((box.added, by_origin[replica]))
+        if self.waiting:
+            self.on_waiting()
+
+    def _coming_back(self, origin: int) -> int:
+        """Number of updates that wait, or that their origin has not got in a sum."""
+        if origin not in self.outboxes or not self.spec.merges:
+            return 0
+        echoes, arrived = self._echoes.get(origin, ()), self.outboxes[origin].removed
+        on_their_way = sum(count for added, count in echoes if added > arrived)
+        return on_their_way + sum(
+            m.origin == origin and m.kind == MessageKind.UPDATE for m in self.waiting
+        )
+
+    def _has_room(self, origin: int, nbytes: int) -> bool:
+        """Whether all queues have room for an update of an origin.
+
+        A replica has to keep its updates until they have come back to it in sums, so
+        there is room for few of them.
+        """
+        if self._coming_back(origin) >= RECENT // 2:
+            return False
+        if self.waiting and self._waiting_bytes + nbytes > self.spec.relay_bytes:
+            return False
+        nbytes += self._waiting_bytes
+        return all(
+            box.has_room(nbytes)
+            for replica, box in self.outboxes.items()
+            if replica != origin or self.spec.merges  # a sum goes to all
+        )
 
     def _send_topology(self) -> None:
         self._send(Message.control(MessageKind.MEMBERS, payload=self.topology()))
@@ -511,7 +592,6 @@ class RunState:
         Returns:
             Number of accepted updates; the replica has to retransmit the rest.
         """
-        others = [box for replica, box in self.outboxes.items() if replica != origin]
         member = self.members.replicas[origin]
         messages, last = list(messages), member.progress.sequence
         for message in messages if self.spec.relayed else ():
@@ -524,7 +604,7 @@ class RunState:
         accepted = 0
         for message in messages:
             nbytes = message.nbytes + MESSAGE_BYTES
-            if self.holding or not all(box.has_room(nbytes) for box in others):
+            if self.holding or not self._has_room(origin, nbytes):
                 count, total = self._excess.get(origin, (0, 0))
                 full = count >= EXCESS_UPDATES and total >= EXCESS_BYTES
                 if full or not (self.holding or leaves):
@@ -603,6 +683,7 @@ class RunState:
         The joining replica receives all later updates as messages.
         """
         if self.spec.relayed:
+            self.send_waiting()
             return self._passed_on()
         replicas = self.members.replicas
         cut = {r: replicas[r].adopted_at for r in self.members.training}

@@ -20,6 +20,7 @@ from typing_extensions import override
 from daskdl.channel.broadcast import SchedulerCopies
 from daskdl.channel.dashboard import Announced, Dashboard, RunView
 from daskdl.channel.leasing import Lease, RunSpec
+from daskdl.channel.merging import merged
 from daskdl.channel.protocol import (
     AGREED,
     DELIVER,
@@ -169,6 +170,7 @@ class WorkerBatcher:
 
 # The relay is paced slower than replicas: its cost is requests, not bytes.
 PACE_S = 0.010
+INLINE_BYTES = 2**16  # more bytes of updates are merged in a thread
 WATCHDOG_S = 0.25
 GRACE_S = 3.0  # for the replicas of a closing worker to flush, which waits 2 s at most
 MAX_REPLICAS = 1000  # per worker
@@ -216,6 +218,8 @@ class LiveRun:
         self._batchers: dict[str, WorkerBatcher] = {}
         self._removals: dict[int, asyncio.Task[None]] = {}  # of removed workers
         self._watchdog = asyncio.ensure_future(self._watch())
+        self._merging: asyncio.Task[None] | None = None
+        self.state.on_waiting = self._begin_merging
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -230,6 +234,30 @@ class LiveRun:
         """Let every waiting request check its condition again."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _begin_merging(self) -> None:
+        """Let updates wait for others, and send their sum."""
+
+        def failed(error: Exception) -> None:
+            logger.error("updates could not be merged", exc_info=error)
+            self.state.send_waiting()
+
+        if self._merging is None or self._merging.done():
+            self._merging = asyncio.ensure_future(run_reporting(self._merge, failed))
+
+    async def _merge(self) -> None:
+        state = self.state
+        while state.waiting:
+            await asyncio.sleep(state.spec.merge_s)
+            waiting, count = state.waiting, len(state.waiting)
+            updates = [m for m in waiting if m.kind == MessageKind.UPDATE]
+            merge = functools.partial(merged, updates, state.spec.run)
+            if sum(update.nbytes for update in updates) > INLINE_BYTES:
+                together = await asyncio.to_thread(merge)
+            else:
+                together = merge()
+            if state.waiting is waiting:  # else they have been sent one by one
+                state.send_waiting(together, count)
 
     async def until(
         self, ready: Callable[[], bool], timeout_s: float | None = None
@@ -721,6 +749,8 @@ class LiveRun:
                     await self._changed.wait()
         for task in self.tasks:
             task.cancel()
+        if self._merging is not None:
+            self._merging.cancel()
         for batcher in self._batchers.values():
             batcher.end()
         return members.describe(members.present, self.now())

@@ -357,18 +357,22 @@ class Outbox:
 
     Attributes:
         nbytes: Bytes of the queued messages, each with `MESSAGE_BYTES` of overhead.
+        added: Number of messages appended so far.
+        removed: Number of messages that have arrived.
         on_append: Called after each appended message, in the appending thread.
         on_drop: Called after messages have arrived, in the dropping thread.
     """
 
     limit_bytes: float
     nbytes: int
+    added: int
+    removed: int
     on_append: Callable[[], object]
     on_drop: Callable[[], object]
 
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes = limit_bytes
-        self.nbytes = 0
+        self.nbytes = self.added = self.removed = 0
         self.on_append = self.on_drop = lambda: None
         self._messages: deque[Message] = deque()
         self._bytes_of: Counter[int] = Counter()  # by origin
@@ -392,6 +396,7 @@ class Outbox:
             self._messages.append(message)
             self._bytes_of[message.origin] += nbytes
             self.nbytes += nbytes
+            self.added += 1
         self.on_append()
 
     def head(self, limit_bytes: int) -> list[Message]:
@@ -411,6 +416,7 @@ class Outbox:
         with self._lock:
             for _ in range(min(count, len(self._messages))):
                 message = self._messages.popleft()
+                self.removed += 1
                 nbytes = message.nbytes + MESSAGE_BYTES
                 self._bytes_of[message.origin] -= nbytes
                 self.nbytes -= nbytes
@@ -502,6 +508,12 @@ class RetransmitBuffer:
             of_origin = self._kept.get(origin, {})
             return [of_origin[sequence] for sequence in wanted if sequence in of_origin]
 
+
+# Number of own updates that a replica keeps beside those in its outbox. A replica
+# requests a missing update after a second; sending this many dense updates of some MB
+# takes about as long. A replica also subtracts its own updates from sums, see
+# `RunState.send_waiting`.
+RECENT = 16
 
 BATCH_BYTES = 4 * 2**20  # below Dask's 10 MiB offload to its one helper thread
 ATTEMPTS = 2  # a request without an answer is sent again: receivers drop duplicates

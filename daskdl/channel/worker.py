@@ -28,6 +28,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.profile import call_stack
 from typing_extensions import override
 
+from daskdl import codec
 from daskdl.channel.broadcast import WorkerCopies
 from daskdl.channel.inbox import (
     Inbox,
@@ -36,6 +37,7 @@ from daskdl.channel.inbox import (
     SharedFrame,
     decode_all,
     refuse,
+    sum_on_grid,
     undecoded_bytes,
 )
 from daskdl.channel.protocol import (
@@ -57,6 +59,7 @@ from daskdl.channel.protocol import (
     handlers_of,
     run_id,
     task_key,
+    unwrap,
 )
 from daskdl.channel.recovery import Repairs
 from daskdl.channel.routing import ROUTINGS, Routing
@@ -67,6 +70,7 @@ from daskdl.channel.transport import (
     Transport,
     WorkerOverDask,
 )
+from daskdl.codec import SparseUpdate, Stamp, Summand, SumUpdate
 from daskdl.errors import ChannelError, CodecError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -226,6 +230,7 @@ class ReplicaEndpoint:
             in_order=routing.relayed,
             in_step=spec.in_step,
             clock=transport.clock,
+            replica=spec.replica,
         )
         self.inbox.awaits_snapshot = (
             True  # updates may arrive before the answer to the join
@@ -258,13 +263,20 @@ class ReplicaEndpoint:
             if is_update:
                 count = await self._deliver_updates(batch)
             else:
-                count = len(batch)
-                for message in batch:
-                    self._process_control(message)
+                count = await self._deliver_others(batch)
             accepted += count
             if count < len(batch):
                 break
         return accepted
+
+    async def _deliver_others(self, batch: Sequence[Message]) -> int:
+        """Deliver sums and control messages; see `deliver`."""
+        for place, message in enumerate(batch):
+            if message.kind != MessageKind.SUM:
+                self._process_control(message)
+            elif not await self._deliver_sum(message):
+                return place
+        return len(batch)
 
     def _process_control(self, message: Message) -> None:
         if message.kind == MessageKind.MEMBERS:
@@ -331,6 +343,75 @@ class ReplicaEndpoint:
         for message in itertools.compress(messages, taken):
             self.routing.keep(message)
         return taken
+
+    async def _deliver_sum(self, message: Message) -> bool:
+        """Process the sum of several updates, as `deliver` an update."""
+        spec, inbox = self._spec, self.inbox
+        try:
+            frame = unwrap(message.payload)
+            total = codec.decode_sum(frame, run=spec.run, size=spec.size)
+        except (CodecError, TypeError, ValueError, LookupError) as error:
+            self._refuse_sum(error)
+            return True
+        if inbox.awaits_snapshot:
+            names = [summand[:2] for summand in total.summands]
+            kept = message._replace(payload=total)
+            limit_bytes = spec.inbox_bytes
+            return self._before_snapshot.keep(kept, limit_bytes, names) is not None
+        return await self._put_sum(message, total)
+
+    def _refuse_sum(self, error: Exception) -> None:
+        """Count a sum that could not be read; its updates are missing from now on."""
+        with self.inbox.changed:
+            self.inbox.refused += 1
+            self.inbox.in_order = False
+        logger.warning("replica %s refused a sum: %s", self._spec.replica, error)
+
+    async def _put_sum(self, message: Message, total: SumUpdate) -> bool:
+        """Add the new updates of a sum to the inbox; False if it must be sent again.
+
+        What was received before is subtracted. If no copy of that is kept here, the new
+        updates are requested again, one by one.
+        """
+        inbox = self.inbox
+        while True:
+            new, received = inbox.divide(total.summands)
+            if not new:
+                return True
+            if not inbox.admits(new):
+                return False
+            try:
+                originals = [self.original(*name) for name in received]
+                make = functools.partial(
+                    sum_on_grid, total, originals, inbox.pending.grid
+                )
+                if 4 * total.size > INLINE_BYTES:
+                    update = await asyncio.to_thread(make)
+                else:
+                    update = make()
+            except (CodecError, LookupError) as error:
+                self._request_singly(new, error)
+                return True
+            if inbox.put_sum(new, update, message.nbytes):
+                return True
+
+    def original(self, origin: int, sequence: int) -> SparseUpdate:
+        """Return an update that is kept here; raise LookupError if it is not."""
+        kept = self.routing.lookup(origin, [sequence])
+        if not kept:
+            raise LookupError(f"update {sequence} of replica {origin} is not kept")
+        update = codec.decode(unwrap(kept[0].payload), size=self._spec.size)
+        if not isinstance(update, SparseUpdate):
+            raise CodecError(f"update {sequence} of replica {origin} is not sparse")
+        return update
+
+    def _request_singly(self, new: Sequence[Summand], error: Exception) -> None:
+        """Request updates of a sum again, as unreadable ones."""
+        logger.info("replica %s cannot use a sum: %s", self._spec.replica, error)
+        self.inbox.in_order = False
+        for origin, sequence, step in new:
+            stamp = Stamp(self._spec.run, origin, sequence, step)
+            self.inbox.add_unreadable(Message.update(stamp, step, 0))
 
     def on_members(self, payload: Any) -> None:
         """Adopt a membership: its generation, and the worker of each member."""
@@ -418,10 +499,15 @@ class ReplicaEndpoint:
         """Start from a snapshot; deliver buffered updates that it does not contain."""
 
         async def deliver() -> None:
-            messages, begin = self._before_snapshot.messages, 0
-            while batch := messages[begin : begin + BUFFERED]:  # more may arrive
-                await self._put(batch)
-                begin += len(batch)
+            begin = 0
+            while batch := self._before_snapshot.messages[begin : begin + BUFFERED]:
+                for is_update, group in itertools.groupby(batch, _is_update):
+                    if is_update:
+                        await self._put(list(group))
+                        continue
+                    for message in group:
+                        await self._put_sum(message, message.payload)
+                begin += len(batch)  # more may have arrived
             self.inbox.awaits_snapshot = False
             self._before_snapshot = PreSnapshotBuffer()
 

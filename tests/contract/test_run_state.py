@@ -5,8 +5,10 @@ import math
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
 
+from daskdl import codec
 from daskdl.channel.leasing import (
     NOBODY,
     Range,
@@ -15,16 +17,34 @@ from daskdl.channel.leasing import (
     SyncIntervals,
     SyncPoint,
 )
-from daskdl.channel.protocol import BarrierKind, Message, PeerProgress, read
+from daskdl.channel.merging import merged
+from daskdl.channel.protocol import (
+    MESSAGE_BYTES,
+    BarrierKind,
+    Message,
+    PeerProgress,
+    read,
+)
 from daskdl.channel.run_state import (
     EXCESS_BYTES,
     EXCESS_UPDATES,
     MAX_READERS,
     RunState,
 )
-from daskdl.channel.transport import Outbox
+from daskdl.channel.transport import RECENT, Outbox
+from daskdl.codec import Stamp
 from daskdl.training.telemetry import EpochTotals
-from tests.support.run_states import EACH, TIMEOUTS, joined, plan_of, queued, update
+from tests.support.run_states import (
+    EACH,
+    GRID,
+    SIZE,
+    SPEC,
+    TIMEOUTS,
+    joined,
+    plan_of,
+    queued,
+    update,
+)
 
 # ---- updates and progress
 
@@ -50,6 +70,161 @@ def test_updates_before_the_one_without_room_are_accepted():
     assert accepted == 2
     assert [message.sequence for message in queued(state, 1)] == [1, 2]
     assert queued(state, 1, "progress") == []  # it would overtake the third
+
+
+# ---- sums of updates
+
+
+def framed_update(origin, sequence, *positions, step=1):
+    """An update with a frame, as it arrives at the scheduler."""
+    entries_K = np.array([position + 1 for position in positions], np.int32)
+    stamp = Stamp(SPEC.run, origin, sequence, step)
+    frame = codec.encode(stamp, SIZE, GRID, entries_K).tobytes()
+    return Message.update(stamp, step, len(frame), frame)
+
+
+def merging(**options):
+    return joined(**{"merge_s": 0.1, "relay_bytes": 2**20, **options})
+
+
+def send_merged(state):
+    """Send what waits as a scheduler does after a while."""
+    updates = [m for m in state.waiting if m.kind == "update"]
+    state.send_waiting(merged(updates, SPEC.run), len(state.waiting))
+
+
+def publish_one_each(state, sequence=1):
+    for origin in (0, 1, 2):
+        message = framed_update(origin, sequence, origin, 7, step=sequence)
+        assert state.publish(origin, [message], PeerProgress(sequence, sequence))
+
+
+def test_updates_that_wait_together_are_sent_as_their_sum_to_all():
+    state = merging()
+    begun = []
+    state.on_waiting = lambda: begun.append(None)
+    publish_one_each(state)
+    before = queued(state, 0)
+
+    send_merged(state)
+
+    assert (before, len(begun)) == ([], 1)
+    for replica in (0, 1, 2):
+        (message,) = queued(state, replica)
+        total = codec.decode_sum(message.payload, run=SPEC.run)
+        assert total.summands == ((0, 1, 1), (1, 1, 1), (2, 1, 1))
+        counts_N = np.zeros(SIZE, np.int32)
+        total.add_(counts_N, 1)
+        assert counts_N[:8].tolist() == [1, 1, 1, 0, 0, 0, 0, 3]
+
+
+def test_what_cannot_be_read_is_sent_beside_the_sum():
+    state = merging()
+    publish_one_each(state)
+    state.publish(1, [update(1, 2)], PeerProgress(1, 2))
+
+    send_merged(state)
+
+    assert [m.kind for m in queued(state, 0)] == ["sum", "update"]
+    assert [m.kind for m in queued(state, 1)] == ["sum"]
+
+
+def test_an_update_that_is_sent_twice_is_in_the_sum_once():
+    """Its origin sends it again if the answer is lost."""
+    state = merging()
+    publish_one_each(state)
+    state.publish(0, [framed_update(0, 1, 0, 7)], PeerProgress(1, 1))
+
+    send_merged(state)
+
+    assert [m.kind for m in queued(state, 1)] == ["sum", "update"]
+
+
+def test_one_update_is_not_sent_as_a_sum():
+    state = merging()
+    state.publish(0, [framed_update(0, 1, 3)], PeerProgress(1, 1))
+
+    send_merged(state)
+
+    assert [m.kind for m in queued(state, 1)] == ["update"]
+    assert queued(state, 0) == []
+
+
+def test_progress_follows_the_updates_before_it():
+    state = merging()
+    publish_one_each(state)
+    state.publish(0, [], PeerProgress(5, 1, 0))
+
+    send_merged(state)
+
+    assert [m.kind for m in queued(state, 1)] == ["sum", "progress"]
+    assert [m.kind for m in queued(state, 0)] == ["sum"]
+
+
+def test_a_replica_that_joins_gets_updates_and_none_from_before():
+    state = merging()
+    publish_one_each(state)
+    replica = state.members.assign("tcp://new")
+
+    state.join(replica, 100.0, Outbox(2**20))
+    assert state.cut(replica) == {0: 1, 1: 1, 2: 1, replica: 0}
+    publish_one_each(state, 2)
+    send_merged(state)
+    state.activate(replica, 2)
+    publish_one_each(state, 3)
+    send_merged(state)
+
+    assert [m.kind for m in queued(state, replica)] == [*["update"] * 3, "sum"]
+    assert [m.kind for m in queued(state, 0)] == [
+        *["update"] * 2,  # sent before the replica joined
+        *("sum", "joined", "sum"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("happens", "follows"),
+    [
+        (lambda state: arrive(state, "end", 0, 1, 2, kind="agree"), "passed on"),
+        (lambda state: state.lose(2, "it is gone", 100.0), "failed"),
+        (lambda state: state.stop("enough"), "stop"),
+    ],
+    ids=["barrier", "loss", "end"],
+)
+def test_what_waits_is_sent_before_other_news(happens, follows):
+    state = merging()
+    publish_one_each(state)
+
+    happens(state)
+
+    assert [m.kind for m in queued(state, 0)][:3] == ["update", "update", follows]
+
+
+def test_updates_that_come_back_slowly_find_no_room():
+    """A replica keeps the latest of its own, to subtract them from sums."""
+    state = merging()
+    accepted = []
+    for sequence in range(1, RECENT + 1):
+        message = framed_update(0, sum(accepted) + 1, 0)
+        accepted.append(state.publish(0, [message], PeerProgress(1)))
+        state.publish(1, [framed_update(1, sequence, 1)], PeerProgress(1))
+        send_merged(state)
+        for replica in (1, 2):
+            state.outboxes[replica].drop(len(state.outboxes[replica]))
+
+    assert sum(accepted) == RECENT // 2
+    state.outboxes[0].drop(len(state.outboxes[0]))
+    message = framed_update(0, RECENT // 2 + 1, 0)
+    assert state.publish(0, [message], PeerProgress(1)) == 1
+
+
+def test_what_waits_takes_room():
+    size = framed_update(0, 1, 0).nbytes + MESSAGE_BYTES
+    state = merging(relay_bytes=2 * size)
+    messages = [framed_update(0, sequence, 0) for sequence in (1, 2, 3)]
+
+    accepted = state.publish(0, messages, PeerProgress(3, 3))
+
+    assert accepted == 2
 
 
 MUCH = 2**21  # bytes of an update: more than `EXCESS_UPDATES` fit

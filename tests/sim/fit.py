@@ -128,6 +128,10 @@ class Setup:
         stops: After which steps a callback stops the fit, counted over all replicas.
         start_s: Longest time until a task starts.
         build_s: Longest time that a replica takes to build its model.
+        merge_s: How long updates wait in a relay for others, to be sent as their sum.
+        forgets: Share of own updates that a replica no longer keeps when it has to
+            subtract them from a sum.
+        inline_bytes: Larger updates are decoded, and sums made and read, in a thread.
     """
 
     workers: int = 3
@@ -157,6 +161,9 @@ class Setup:
     stops: tuple = ()
     start_s: float = 0.0
     build_s: float = 0.0
+    merge_s: float = 0.0
+    forgets: float = 0.0
+    inline_bytes: int = worker.INLINE_BYTES
     timeouts: Timeouts = TIMEOUTS
 
 
@@ -270,6 +277,7 @@ class Client(Server):
         run = run_spec_of(
             self.spec, there, self._sources, None, relayed, setup.relay_bytes
         )
+        run = dataclasses.replace(run, merge_s=setup.merge_s)
         await self._ask(protocol.OPEN, spec=vars(run), client=self.name)
         self._cluster.opened()
         for replica, address in there.items():
@@ -400,6 +408,8 @@ class Client(Server):
             self._cluster.on_moment, "publish", worker.address
         )
         channel.damages = functools.partial(self._cluster.damages, worker.address)
+        chance, forgets = self.network.world.random, self.setup.forgets
+        channel.forgets = lambda: bool(forgets) and chance.random() < forgets
         sources = dict(self._sources)
         if "validation" in sources:
             world, mean_s = self.network.world, self.setup.mean_step_s
@@ -461,6 +471,8 @@ class Cluster:
         for module in (transport, scheduler, worker):
             self._undo.setattr(module, "BATCH_BYTES", setup.batch_bytes)
         self._undo.setattr(protocol, "PART_BYTES", setup.part_bytes)
+        for module in (scheduler, worker):
+            self._undo.setattr(module, "INLINE_BYTES", setup.inline_bytes)
         self.network = Network(self.world)
         self.scheduler = SimScheduler(self.network)
         self.workers = {}

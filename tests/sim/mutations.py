@@ -121,6 +121,32 @@ MUTATIONS = {
         "[self.to_scheduler] if force else self.destinations()",
         "self.destinations()",
     ),
+    # ---- sums of updates
+    "a replica adds its own update again": Mutation(
+        "daskdl.channel.inbox",
+        "if origin == self.replica or self.received.has(origin, sequence):",
+        "if self.received.has(origin, sequence):",
+    ),
+    "what was received before is not subtracted from a sum": Mutation(
+        "daskdl.channel.inbox",
+        "        subtract_(counts_N, original, count_of(original.threshold, grid))",
+        "        pass",
+    ),
+    "new updates of a sum that cannot be used are not requested": Mutation(
+        "daskdl.channel.worker",
+        "            self.inbox.add_unreadable(Message.update(stamp, step, 0))",
+        "            self.inbox.received.accept(origin, sequence)",
+    ),
+    "what waits in a relay is dropped": Mutation(
+        "daskdl.channel.run_state",
+        "        self.send_waiting()  # it must not overtake them\n",
+        "        self.waiting = []\n",
+    ),
+    "news overtake what waits in a relay": Mutation(
+        "daskdl.channel.run_state",
+        "        self.send_waiting()  # it must not overtake them\n",
+        "",
+    ),
     # ---- replicas that are lost
     "survivors keep different updates of a lost replica": Mutation(
         "daskdl.channel.remote",
@@ -236,8 +262,9 @@ MUTATIONS = {
     ),
     "a newcomer drops what came before its snapshot": Mutation(
         "daskdl.channel.worker",
-        "                await self._put(batch)\n                begin",
-        "                begin",
+        "                        await self._put(list(group))\n"
+        "                        continue\n",
+        "                        continue\n",
     ),
     "a newcomer that comes early does not wait for the others": Mutation(
         "daskdl.channel.scheduler",

@@ -62,7 +62,8 @@ class Oracle:
     Attributes:
         checks: How often each thing was checked, by name.
         waiting: What each replica waits for, if it waits.
-        damaged: Origin and sequence of each update of which a copy was damaged.
+        damaged: Origin and sequence of each update of which a copy was damaged, or
+            has come to a replica in a sum that it could not use.
     """
 
     def __init__(self, cluster):
@@ -369,7 +370,10 @@ class WatchedChannel(RemoteChannel):
         self.gave_up = False  # it has found nobody to begin from
         self.on_publish = lambda: None
         self.damages = lambda: False  # the next update, before it is kept
+        self.forgets = lambda: False  # an update that it subtracts from a sum
         inbox, put, begin = self._inbox, self._inbox.put, self._inbox.begin
+        put_sum, add_unreadable = inbox.put_sum, inbox.add_unreadable
+        original = self._endpoint.original
 
         def putting(message, update):
             taken = put(message, update)
@@ -377,11 +381,30 @@ class WatchedChannel(RemoteChannel):
                 oracle.took(spec.replica, message.origin, message.sequence)
             return taken
 
+        def putting_sum(new, update, nbytes):
+            taken = put_sum(new, update, nbytes)
+            for origin, sequence, _ in new if taken else ():
+                oracle.took(spec.replica, origin, sequence)
+                oracle.checks["updates taken in sums"] += 1
+            return taken
+
+        def adding_unreadable(message):
+            oracle.damaged.add((message.origin, message.sequence))
+            add_unreadable(message)
+
+        def kept(origin, sequence):
+            if self.forgets():
+                oracle.checks["sums that cannot be used"] += 1
+                raise LookupError(f"update {sequence} is forgotten")
+            return original(origin, sequence)
+
         def beginning(received, grid, cut):
             oracle.began(spec.replica, received)
             begin(received, grid, cut)
 
-        inbox.put, inbox.begin = putting, beginning
+        inbox.put, inbox.put_sum, inbox.begin = putting, putting_sum, beginning
+        inbox.add_unreadable = adding_unreadable
+        self._endpoint.original = kept
 
     @override
     def join(self):

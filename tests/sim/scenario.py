@@ -19,7 +19,8 @@ from daskdl import (
     KeepResidual,
     ParameterAveraging,
 )
-from daskdl.channel.protocol import MESSAGE_BYTES, MessageKind
+from daskdl.channel.protocol import MESSAGE_BYTES, MessageKind, unwrap
+from daskdl.codec import decode_sum
 from daskdl.training.checkpointing import ResumePlan
 from tests.sim.checks import (
     FRAME_BYTES,
@@ -177,6 +178,17 @@ class Scenario:
         )
         chance = random.Random(f"narrow {seed}")
         scenario = narrow(scenario, chance) if chance.random() < NARROWED else scenario
+        chance = random.Random(f"merged {seed}")
+        if chance.random() < MERGED:
+            merge_s, inline_bytes = chance.choice(MERGE_S), chance.choice([0, 2**20])
+            inbox_bytes = max(scenario.setup.inbox_bytes, MERGED_INBOX_BYTES)
+            scenario.setup = replace(
+                scenario.setup,
+                merge_s=merge_s,
+                forgets=chance.choice([0.0, 0.0, 0.1]),
+                inline_bytes=inline_bytes,
+                inbox_bytes=inbox_bytes,
+            )
         chance = random.Random(f"momentum {seed}")
         momentum = chance.choice([0.0, 0.0, 0.5, 0.75])
         if isinstance(scenario.setup.master, GradientSharing):
@@ -541,6 +553,11 @@ def damaged(drawn, chance):
     return replace(drawn, faults=sorted([*drawn.faults, *faults]))
 
 
+MERGED = 0.5  # share of the seeds in which a relay merges updates
+MERGE_S = 0.02, 0.1, 0.3
+# A replica subtracts its own updates from sums, so it has to keep the latest of them.
+MERGED_INBOX_BYTES = 16 * (FRAME_BYTES + MESSAGE_BYTES)
+
 VALIDATED = 0.3  # share of the seeds with validation data
 
 
@@ -825,6 +842,8 @@ class Fate:
 
     def _arriving(self, message):
         kind, origin, sequence, *_ = message
+        if kind == MessageKind.SUM and self._copies.total():
+            return self._arriving_sum(message)
         if kind != MessageKind.UPDATE or not self._copies.total():
             return message
         for live in self._runs():
@@ -834,6 +853,21 @@ class Fate:
                 self._cluster.oracle.damaged.add((origin, sequence))
                 self._world.note("fate", f"damages update {sequence} of {origin}")
                 return (*message[:5], flipped(message[5]).tobytes(), *message[6:])
+        return message
+
+    def _arriving_sum(self, message):
+        """A sum as it arrives; damaged if an update in it shall be."""
+        names = [summand[:2] for summand in decode_sum(unwrap(message[5])).summands]
+        for live in self._runs():
+            members = live.state.members.replicas
+            workers = [members[o].worker for o, _ in names if o in members]
+            struck = [worker for worker in workers if self._copies[worker]]
+            if struck:
+                self._copies[struck[0]] -= 1
+                self._cluster.oracle.damaged.update(names)
+                self._world.note("fate", f"damages the sum of {names}")
+                damaged_sum = flipped(unwrap(message[5])).tobytes()
+                return (*message[:5], damaged_sum, *message[6:])
         return message
 
     def _slow_down(self):

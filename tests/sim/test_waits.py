@@ -10,7 +10,8 @@ from daskdl.channel import routing as routings
 from daskdl.channel import transport
 from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.channel.recovery import Repairs
-from daskdl.channel.routing import BEAT_S, RECENT
+from daskdl.channel.routing import BEAT_S
+from daskdl.channel.transport import RECENT
 from daskdl.errors import ChannelError
 from tests.sim.cluster import simulated
 from tests.sim.world import Process
@@ -122,7 +123,7 @@ async def test_the_replicas_of_a_large_mesh_share_the_rate_of_heartbeats(
 
 @simulated(2)
 async def test_a_relay_keeps_only_the_latest_updates_for_retransmission(c, s, a, b):
-    async with a_run(c, s, a, b, outbox_bytes=1000) as run:
+    async with a_run(c, s, a, b, outbox_bytes=300) as run:  # less than one
         for step in range(RECENT + 4):
             await in_thread(publish, run.channels[0], step=step, force=True)
 

@@ -231,7 +231,7 @@ def applied_by(channel):
 
 def settings(replicas, pieces=None, relay_bytes=2**20, **options):
     """The specs of the channels of replicas and of their run."""
-    names = {"min_replicas", "synchronous", "intervals"} & options.keys()
+    names = {"min_replicas", "synchronous", "intervals", "merge_s"} & options.keys()
     plan = {name: options.pop(name) for name in names}
     spec = dataclasses.replace(SPEC, **{"timeouts": TIMEOUTS, "fan_out": 1, **options})
     return spec, plan_of(

@@ -1,0 +1,173 @@
+"""A relay that sends the sum of updates: what replicas take in from sums."""
+
+import numpy as np
+import pytest
+
+from daskdl import codec
+from daskdl.channel import scheduler
+from daskdl.channel.merging import merged
+from daskdl.channel.protocol import Message, MessageKind, wrap
+from daskdl.codec import Summand
+from tests.sim.cluster import simulated
+from tests.sim.fit import Cluster, Setup
+from tests.support.channels import (
+    RUN,
+    a_run,
+    frame_of,
+    in_thread,
+    publish,
+    recorded,
+    wait_until,
+)
+from tests.support.run_states import GRID, SIZE
+
+LIMIT_S = 300.0
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 2**20], ids=["thread", "inline"])
+def test_most_updates_of_a_fit_arrive_in_sums(inline_bytes):
+    setup = Setup(workers=6, merge_s=0.1, inline_bytes=inline_bytes)
+    cluster = Cluster(3, setup)
+    try:
+        cluster.fit(LIMIT_S)
+    finally:
+        cluster.close()
+
+    assert cluster.client.error is None
+    checks = cluster.oracle.checks
+    assert checks["shared is the sum of the updates"] > 0
+    assert checks["updates taken in sums"] > checks["updates taken once"] / 2
+
+
+def sum_of(*frames):
+    """The message of a sum, on the wire."""
+    updates = [codec.decode(frame) for frame in frames]
+    names = [Summand(*update.stamp[1:]) for update in updates]
+    frame = codec.encode_sum(RUN, updates, names)
+    kind = MessageKind.SUM
+    return Message.control(kind, nbytes=frame.nbytes, payload=wrap(frame)).to_wire()
+
+
+def counts(drained):
+    """The sum of what was drained, in steps of the grid."""
+    total_N = np.zeros(SIZE, np.int64)
+    for update in drained.updates:
+        if isinstance(update, codec.DenseUpdate):
+            assert update.grid == GRID
+            total_N += update.counts_N
+        else:
+            total_N[np.abs(update.entries_K) - 1] += update.quanta_K
+    return total_N.tolist()[:3]
+
+
+def stamps(run, *names):
+    return [codec.Stamp(run.spec.run, o, sequence, 1) for o, sequence in names]
+
+
+@simulated(3)
+async def test_a_replica_subtracts_its_own_update_from_a_sum(c, s, *workers):
+    async with a_run(c, s, *workers) as run:
+        assert publish(run.channels[2], 3, step=1)
+        first, second = stamps(run, (0, 1), (1, 1))
+        (last,) = stamps(run, (2, 1))
+        total = sum_of(frame_of(first, 1), frame_of(second, 2), frame_of(last, 3))
+
+        answers = [(await run.deliver(2, total))["accepted"] for _ in range(2)]
+
+        assert answers == [1, 1]
+        assert counts(run.channels[2].drain()) == [1, 1, 0]
+        assert run.received(2, 0) == run.received(2, 1) == (1, ())
+
+
+@simulated(3)
+async def test_a_sum_of_known_updates_changes_nothing(c, s, *workers):
+    async with a_run(c, s, *workers) as run:
+        first, second = stamps(run, (0, 1), (1, 1))
+        frames = frame_of(first, 1), frame_of(second, 2)
+        await run.deliver(2, sum_of(*frames))
+
+        await run.deliver(2, sum_of(*frames[::-1]), sum_of(frames[1]))
+
+        assert counts(run.channels[2].drain()) == [1, 1, 0]
+
+
+def lost_once(server, monkeypatch, name):
+    """Lose an update on its way to a worker."""
+    deliver = server.handlers["daskdl_deliver"]
+
+    async def losing(messages, **fields):
+        left = [message for message in messages if tuple(message[1:3]) != name]
+        answer = await deliver(messages=left, **fields)
+        return {**answer, "accepted": len(messages)}
+
+    monkeypatch.setitem(server.handlers, "daskdl_deliver", losing)
+
+
+@simulated(3)
+async def test_new_updates_of_a_sum_that_cannot_be_divided_are_requested(
+    c, s, *workers, monkeypatch
+):
+    """The sum has an update of another replica that this one has already."""
+    async with a_run(c, s, *workers) as run:
+        lost_once(workers[2], monkeypatch, (1, 1))
+        assert publish(run.channels[0], 1, step=1)
+        await in_thread(run.channels[2].wait_for_updates, {0: 1})
+        first, second = stamps(run, (0, 1), (1, 1))
+        total = sum_of(frame_of(first, 1), frame_of(second, 2))
+        assert publish(run.channels[1], 2, step=1)
+
+        await run.deliver(2, total)
+        await in_thread(run.channels[2].wait_for_updates, {1: 1})
+
+        assert counts(run.channels[2].drain()) == [1, 1, 0]
+        assert run.channels[2].stats().repaired == 1
+
+
+@simulated(2)
+async def test_a_damaged_sum_is_counted_and_its_updates_are_requested(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        (first,) = stamps(run, (0, 1))
+        message = list(sum_of(frame_of(first, 1)))
+        frame = codec.encode_sum(
+            RUN, [codec.decode(frame_of(first, 1))], [Summand(0, 1, 1)]
+        )
+        frame[-1] ^= 4
+        message[5] = wrap(frame)
+
+        answer = await run.deliver(1, tuple(message))
+
+        assert answer["accepted"] == 1
+        assert publish(run.channels[0], 1, step=1)
+        await wait_until(lambda: run.received(1, 0) == (1, ()))
+        assert counts(run.channels[1].drain()) == [1, 0, 0]
+        assert run.channels[1].stats().refused == 1
+
+
+def kinds(requests):
+    return [message[0] for request in requests for message in request["messages"]]
+
+
+@simulated(3)
+async def test_what_is_sent_while_it_is_merged_is_not_sent_again(
+    c, s, *workers, monkeypatch
+):
+    """A replica that is lost, for example, lets all be sent at once."""
+    async with a_run(c, s, *workers, merge_s=0.5) as run:
+        requests = recorded(workers[2].handlers, "daskdl_deliver", monkeypatch)
+
+        def interrupted(updates, run_id):
+            run.record.send_waiting()
+            return merged(updates, run_id)
+
+        monkeypatch.setattr(scheduler, "merged", interrupted)
+        for replica in (0, 1):
+            assert publish(run.channels[replica], 1 + replica, step=1)
+        await in_thread(run.channels[2].wait_for_updates, {0: 1, 1: 1})
+        monkeypatch.setattr(scheduler, "merged", merged)
+        for replica in (0, 1):
+            assert publish(run.channels[replica], 1 + replica, step=2)
+        await in_thread(run.channels[2].wait_for_updates, {0: 2, 1: 2})
+
+        assert counts(run.channels[2].drain()) == [2, 2, 0]
+        sent = [kind for kind in kinds(requests) if kind in ("update", "sum")]
+        assert sent == ["update", "update", "sum"]

@@ -6,7 +6,7 @@ makes replicas agree at sync points.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -78,9 +78,18 @@ from daskdl.training.telemetry import SAMPLE, mean, norm_of, spread_of
 # its progress has not been sent: the whole residual follows, in as many bytes. After
 # more exchanges, the residual is mostly noise of the last steps.
 FEW_EXCHANGES = 20
-# From so many entries on, another thread packs them during the next step: on one core
-# packing takes about a millisecond, and starting the thread a tenth.
+# On an accelerator, from so many entries on, another thread packs them during the next
+# step: on one core packing takes about a millisecond, and starting the thread a tenth.
 BESIDE_ENTRIES = 2**16
+
+
+def least_beside(devices: Collection[torch.device]) -> float:
+    """Return from how many entries on another thread packs them during the next step.
+
+    Infinity if all parameters are on the CPU, which seldom has a core to spare while
+    replicas train: without one, an exchange in each step then costs 4 % more.
+    """
+    return BESIDE_ENTRIES if any(d.type != "cpu" for d in devices) else math.inf
 
 
 @dataclass(eq=False)
@@ -136,6 +145,7 @@ class GradientSharingExchange(Exchange):
         names = {name: name for name in parameters.slices}
         self._places = ranges_by_pattern(parameters, self._vector, names)  # by name
         self._in_step = options.max_staleness == 0
+        self._least_beside = least_beside({g.flat.device for g in parameters.groups})
         adaptive = context.optimizer is not None and is_adaptive(context.optimizer)
         self._adaptive = adaptive
         self._exchange_interval = MeasuredInterval(options.pace(adaptive=adaptive))
@@ -294,7 +304,7 @@ class GradientSharingExchange(Exchange):
         proposed = Proposed(updates, dense, encode_s)
         self._proposed = proposed
         entries = sum(update.entries for update in updates)
-        if beside and not dense and entries >= BESIDE_ENTRIES:
+        if beside and not dense and entries >= self._least_beside:
             pool = ThreadPoolExecutor(1, "daskdl-pack")
             proposed.packing = pool.submit(pack_beside, updates)
             pool.shutdown(wait=False)  # its thread ends with the packing

@@ -299,7 +299,18 @@ class Wide(nn.Module):
         self.narrow = nn.Parameter(torch.zeros(4))
 
 
+def test_on_the_cpu_every_update_is_published_at_once():
+    case = Case(QUANTUM, module=Wide(), exchange_every=1)
+
+    assert [len(case.step(names=("wide",))) for _ in range(2)] == [1, 1]
+
+
 class TestPackingBesideTheNextStep:
+    @pytest.fixture(autouse=True)
+    def as_on_an_accelerator(self, monkeypatch):
+        of_device = gradient_sharing.least_beside({torch.device("cuda")})
+        monkeypatch.setattr(gradient_sharing, "least_beside", lambda _: of_device)
+
     @staticmethod
     def case(threshold=QUANTUM, **options):
         return Case(threshold, module=Wide(), **options)

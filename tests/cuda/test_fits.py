@@ -110,7 +110,7 @@ class TestAgreement(promises.Agreement):
 class TestPackingBesideSteps(promises.Conservation, promises.Agreement):
     @pytest.fixture(autouse=True)
     def one_entry_is_enough(self, monkeypatch):
-        monkeypatch.setattr(gradient_sharing, "BESIDE_ENTRIES", 1)
+        monkeypatch.setattr(gradient_sharing, "least_beside", lambda _: 1)
 
 
 class TestInStep(promises.InStep):

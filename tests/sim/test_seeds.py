@@ -66,7 +66,7 @@ def test_what_must_hold_holds_while_updates_are_packed_beside_steps(seed, monkey
     """Threads pack, but touch nothing else, so a seed stands for one run."""
     packing = Mock(wraps=gradient_sharing.pack_beside)
     monkeypatch.setattr(gradient_sharing, "pack_beside", packing)
-    monkeypatch.setattr(gradient_sharing, "BESIDE_ENTRIES", 1)
+    monkeypatch.setattr(gradient_sharing, "least_beside", lambda _: 1)
 
     outcome = seeds.run_seed(seed)
 

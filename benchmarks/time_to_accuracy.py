@@ -117,6 +117,7 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for rate in asked.rates:
             place.limit(rate)
             outcomes = {"single": single}
+            case = {"rate": rate, "work": asked.work, "target": target}
             for name in dict.fromkeys(["ddp", *asked.contestants]):
                 if (rate, name) in finished:
                     outcomes[name] = finished[rate, name]
@@ -125,11 +126,10 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     chosen[name] = tuned(place, name, course, options)
                 adapted = replace(course, **chosen[name]._asdict())
                 outcomes[name] = runs_of(place, name, adapted, seeds)
-            case = {"rate": rate, "work": asked.work, "target": target}
-            for name, runs in outcomes.items():
-                if (rate, name) not in finished:
-                    setting = chosen[name]._asdict()
-                    yield case | setting | row(name, runs, single, outcomes["ddp"])
+                for way in ("single", name) if name == "ddp" else (name,):
+                    setting = chosen[way]._asdict()
+                    result = row(way, outcomes[way], single, outcomes["ddp"])
+                    yield case | setting | result
 
 
 def tuned(

@@ -191,9 +191,12 @@ async def test_a_replica_that_acknowledges_nothing_blocks_its_peers(
 
 @simulated(3)
 async def test_readable_updates_are_taken_and_forwarded_beside_damaged_ones(
-    c, s, *workers
+    c, s, *workers, monkeypatch
 ):
     async with a_run(c, s, *workers, **MESH) as run:
+        held = [
+            held_up(worker.handlers, "daskdl_repair", monkeypatch) for worker in workers
+        ]
         first, second, third = sent_by(run, 0, 1, 2, 3)
         frame = np.frombuffer(unwrap(second[5]), np.uint8)
         damaged = (*second[:5], wrap(flipped(frame)), *second[6:])
@@ -204,6 +207,8 @@ async def test_readable_updates_are_taken_and_forwarded_beside_damaged_ones(
         assert run.received(1, 0) == (1, (3,))
         await wait_until(lambda: run.received(2, 0) == (1, (3,)))
         assert totals(run.channels[1].drain(), 3) == [1, 0, 1]
+        for released in held:
+            released.set()
 
 
 # ---- agreement after losses

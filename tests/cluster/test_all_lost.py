@@ -357,7 +357,7 @@ def test_after_the_loss_of_all_workers_the_fit_goes_on_with_others(
     stayed = {r: record["left"] is None for r, record in history.run.replicas.items()}
     assert [r for r in stayed if not stayed[r]][:2] == [0, 1]
     assert min(r for r in stayed if stayed[r]) >= 2
-    assert two.run_on_scheduler(replicas_shown, history.run.id) >= {0, 1, 2}
+    assert two.run_on_scheduler(replicas_shown, history.run.id) > {0, 1}
     rates = {path.name: float(path.read_text()) for path in tmp_path.glob("*-*")}
     assert min(int(n.partition("-")[0]) for n in rates if n.endswith("-9")) >= 2
     for name, rate in rates.items():

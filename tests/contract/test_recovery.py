@@ -62,9 +62,9 @@ def with_repairs(test):
                 connection=peers, inbox=inbox, workers=workers, relayed=False
             )
 
-            async def take(message):
-                peers.taken.append((message.origin, message.sequence))
-                return message.sequence == 2
+            async def take(messages):
+                peers.taken += [(m.origin, m.sequence) for m in messages]
+                return [m.sequence == 2 for m in messages]
 
             peers.routing, peers.repairs = routing, Repairs(routing, take)
             running = asyncio.ensure_future(peers.repairs.run())

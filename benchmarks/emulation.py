@@ -236,8 +236,14 @@ def measured(
         routing = GradientSharing().routing_for(replicas)
     held = client.scatter(updates, broadcast=True)
     members, usage = run_members(
-        *(client, replicas, updates.size, routing),
-        *(member, case, held, replicas),
+        client,
+        replicas,
+        updates.size,
+        routing,
+        member,
+        case,
+        held,
+        replicas,
         # A member that is faster than others leases more rows.
         rows=2 * replicas * case.steps,
     )

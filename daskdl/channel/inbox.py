@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daskdl import codec
-from daskdl.channel.merging import subtract_
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
     ChannelSpec,
@@ -26,7 +25,7 @@ from daskdl.channel.protocol import (
     unwrap,
 )
 from daskdl.channel.transport import CLOCK, Clock
-from daskdl.codec import DenseUpdate, SparseUpdate, Stamp, Summand, SumUpdate, Update
+from daskdl.codec import Summand, Update
 from daskdl.compression.replica_vector import count_of, fold_, to_grid
 from daskdl.errors import CodecError
 
@@ -820,21 +819,6 @@ def on_grid(update: Update, message: Message, grid: float) -> Update:
         count_of(update.threshold, grid)
         return update
     return to_grid(update, grid)
-
-
-def sum_on_grid(
-    total: SumUpdate, originals: Iterable[SparseUpdate], grid: float
-) -> DenseUpdate:
-    """Return a sum without some of its updates, in steps of a grid.
-
-    Raises:
-        CodecError: If it is not on the grid.
-    """
-    counts_N = np.zeros(total.size, np.int32)
-    total.add_(counts_N, count_of(total.threshold, grid))
-    for original in originals:
-        subtract_(counts_N, original, count_of(original.threshold, grid))
-    return DenseUpdate(Stamp(total.run, 0, 0, 0), total.size, grid, counts_N)
 
 
 def refuse(message: Message, error: Exception, spec: ChannelSpec, inbox: Inbox) -> None:

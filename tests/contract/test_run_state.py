@@ -177,7 +177,9 @@ def test_a_replica_that_joins_gets_updates_and_none_from_before():
     assert [m.kind for m in queued(state, replica)] == [*["update"] * 3, "sum"]
     assert [m.kind for m in queued(state, 0)] == [
         *["update"] * 2,  # sent before the replica joined
-        *("sum", "joined", "sum"),
+        "sum",
+        "joined",
+        "sum",
     ]
 
 

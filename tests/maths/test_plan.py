@@ -54,11 +54,13 @@ NO_WORK = {"gradients_s": 0.0, "encode_s": 0.0, "apply_s": 0.0}
 # Workers, other arguments, and what comes of them.
 CASES = {
     "one worker only makes steps": (
-        *(1, {}),
+        1,
+        {},
         {"step_s": 0.1, "efficiency": 1.0, "samples_per_s": 640, "limit": "compute"},
     ),
     "a step is the sum of its parts": (
-        *(2, {}),
+        2,
+        {},
         {
             **{"compute_s": 0.1, "encode_s": 0.01, "apply_s": 0.002, "wait_s": 0},
             **{"messages_s": TWO_MESSAGES_S, "step_s": 0.115, "limit": "encode"},
@@ -66,19 +68,23 @@ CASES = {
         },
     ),
     "exchanges are divided by the steps between them": (
-        *(2, {"master": GradientSharing(exchange_every=4)}),
+        2,
+        {"master": GradientSharing(exchange_every=4)},
         {"encode_s": 0.0025, "apply_s": 0.0005, "messages_s": TWO_MESSAGES_S / 4},
     ),
     "the work of every step is not divided": (
-        *(2, {"master": GradientSharing(exchange_every=4), "overhead_s": 0.003}),
+        2,
+        {"master": GradientSharing(exchange_every=4), "overhead_s": 0.003},
         {"encode_s": 0.003 + 0.0025},
     ),
     "progress between exchanges has requests of its own": (
-        *(2, {"master": GradientSharing(exchange_every=4, max_staleness=2)}),
+        2,
+        {"master": GradientSharing(exchange_every=4, max_staleness=2)},
         {"messages_s": (4 * 0.001 + 0.001) / 4},
     ),
     "an interval is as long as an exchange costs": (
-        *(2, {"master": GradientSharing(), "encode_s": 0.009}),  # 0.11 steps
+        2,
+        {"master": GradientSharing(), "encode_s": 0.009},  # 0.11 steps
         {"encode_s": 0.009 / 4, "apply_s": 0.0005},
     ),
     "with an automatic interval, replicas may be far ahead": (
@@ -90,7 +96,8 @@ CASES = {
         {"wait_s": 0, "encode_s": 0.009 / 4, "limit": "link"},
     ),
     "more workers have longer intervals": (
-        *(33, {"master": GradientSharing()}),  # 0.74 steps, less than 3 % of 32
+        33,
+        {"master": GradientSharing()},  # 0.74 steps, less than 3 % of 32
         {
             **{"encode_s": 0.01 / 32, "apply_s": 0.002},
             # Each interval: a request to and from each of 32 others, an update of each.
@@ -99,11 +106,13 @@ CASES = {
     ),
     "at staleness 0 all wait for all": (2, {"master": IN_STEP}, {"wait_s": RELAYED_S}),
     "at staleness 0 the latency counts": (
-        *(2, {"master": IN_STEP, "link": slow(1e9, 0.05)}),
+        2,
+        {"master": IN_STEP, "link": slow(1e9, 0.05)},
         {"wait_s": 2 * 0.05 + RELAYED_S, "limit": "latency"},
     ),
     "at staleness 1 a long latency counts": (
-        *(2, {"master": replace(SHARING, max_staleness=1), "link": slow(1e9, 0.05)}),
+        2,
+        {"master": replace(SHARING, max_staleness=1), "link": slow(1e9, 0.05)},
         # To the relay and on, each time just after a request has gone.
         {
             "step_s": 2 * 0.05 + (0.005 + 2 * 0.05 + 0.01 + 2 * 0.05) + RELAYED_S,
@@ -111,40 +120,48 @@ CASES = {
         },
     ),
     "with a bounded staleness the link sets the speed": (
-        *(2, {"link": slow(1e6)}),
+        2,
+        {"link": slow(1e6)},
         {"step_s": 0.2, "limit": "link", "carried": 1.0},  # two updates of 0.1 Mbit
     ),
     "without a bound exchanges are put off": (
-        *(2, {"master": UNBOUNDED, "link": slow(1e6)}),
+        2,
+        {"master": UNBOUNDED, "link": slow(1e6)},
         {"step_s": 0.115, "limit": "link", "carried": 0.115 / 0.2},
     ),
     "a queue of few large updates delays nobody": (
-        *(2, {"master": MESH, "link": slow(5e6), "update_bytes": 2**20}),
+        2,
+        {"master": MESH, "link": slow(5e6), "update_bytes": 2**20},
         # One is under way, of eight that might be behind; a request goes each 5 ms.
         {"step_s": (8 * (2**20 + WIRE_BYTES) / 5e6 + 0.005) / 8, "limit": "link"},
     ),
     "an overloaded relay is the limit": (
-        *(8, {**NO_WORK, "decode_s": 0.0}),
+        8,
+        {**NO_WORK, "decode_s": 0.0},
         {"limit": "relay"},
     ),
     "a mesh has no relay": (
-        *(8, {**NO_WORK, "master": MESH}),
+        8,
+        {**NO_WORK, "master": MESH},
         {"limit": "messages"},
     ),
     "each replica applies an update of each other": (64, {}, {"apply_s": 63 * 0.002}),
     "more than eight workers form a mesh": (
-        *(9, {}),
+        9,
+        {},
         # A request to and from each of eight others, and an update of each.
         {"messages_s": 16 * 0.001 + 8 * 0.001},
     ),
     "less than a tenth is missing": (2, {"encode_s": 0.001}, {"limit": "compute"}),
     "on one machine the scheduler uses the cores too": (
-        *(2, {"link": None}),
+        2,
+        {"link": None},
         {"step_s": 0.115 + 0.004 / 2},
     ),
     "with spare cores nobody waits": (2, {"link": None, "cores": 3}, {"wait_s": 0}),
     "on one machine processes share too few cores": (
-        *(4, {"link": None}),
+        4,
+        {"link": None},
         {"limit": "cores"},
     ),
 }
@@ -252,7 +269,8 @@ ADVICE = {
         ["Pays off up to 4 workers, 3.3 times as fast as one; no more workers were p"],
     ),
     "hundreds pay": (
-        *((1, 256), {"gradients_s": 9.99, "link": slow(math.inf)}),
+        (1, 256),
+        {"gradients_s": 9.99, "link": slow(math.inf)},
         ["Pays off up to 256 workers, 227 times as fast as one;"],
     ),
     "some pay": (
@@ -278,18 +296,21 @@ ADVICE = {
         ["Hardly pays off: 3 workers, ", "at 2 workers, the link carries 6% of the ex"],
     ),
     "nothing helps": (
-        *((1, 2), {"gradients_s": 1e-3, "optimizer_s": 0.0, "encode_s": 0.9}),
+        (1, 2),
+        {"gradients_s": 1e-3, "optimizer_s": 0.0, "encode_s": 0.9},
         ["Neither exchange_every=16 nor 16 times the batch nor a tenth of the density"],
     ),
     "a short step": (
-        *((1, 2), {"gradients_s": 1e-4, "optimizer_s": 0.0, "encode_s": 0.0}),
+        (1, 2),
+        {"gradients_s": 1e-4, "optimizer_s": 0.0, "encode_s": 0.0},
         [
             "Does not pay off: a step takes 0.1 ms. Below 1 ms, ",
             " With 16 times the batch (accumulate=16), a step would take 1.6 ms",
         ],
     ),
     "a very short step": (
-        *((1, 2), {"gradients_s": 1e-5, "optimizer_s": 0.0}),
+        (1, 2),
+        {"gradients_s": 1e-5, "optimizer_s": 0.0},
         ["Does not pay off: a step takes 0.01 ms.", "take as long as steps."],
     ),
     **{

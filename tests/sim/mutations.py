@@ -128,9 +128,9 @@ MUTATIONS = {
         "if self.received.has(origin, sequence):",
     ),
     "what was received before is not subtracted from a sum": Mutation(
-        "daskdl.channel.inbox",
-        "        subtract_(counts_N, original, count_of(original.threshold, grid))",
-        "        pass",
+        "daskdl.channel.merging",
+        "        steps = -count_of(original.threshold, grid)",
+        "        steps = 0",
     ),
     "new updates of a sum that cannot be used are not requested": Mutation(
         "daskdl.channel.worker",

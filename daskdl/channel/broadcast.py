@@ -42,9 +42,8 @@ logger = logging.getLogger(__name__)
 
 MIN_PART_BYTES = 2**14  # a message has about 300 bytes more
 PARTS = 64  # of a small value: a part waits at each link until it has arrived
-WINDOW = (
-    3  # requests of a worker that wait at the same time, for each half of the parts
-)
+# Requests of a worker that wait at the same time, for each half of the parts.
+WINDOW = 3
 OTHERS = 3  # sources of a worker that comes later if the first is lost
 CONNECT_S = 5.0  # for a worker to accept a connection; behind a firewall, none does
 WAIT_S = 1.0  # longest wait for a part; the requester then asks again

@@ -25,7 +25,7 @@ from daskdl.channel.protocol import (
     unwrap,
 )
 from daskdl.channel.transport import CLOCK, Clock
-from daskdl.codec import Summand, Update
+from daskdl.codec import DenseUpdate, SparseUpdate, Stamp, Summand, SumUpdate, Update
 from daskdl.compression.replica_vector import count_of, fold_, to_grid
 from daskdl.errors import CodecError
 
@@ -819,6 +819,24 @@ def on_grid(update: Update, message: Message, grid: float) -> Update:
         count_of(update.threshold, grid)
         return update
     return to_grid(update, grid)
+
+
+def sum_on_grid(
+    total: SumUpdate, originals: Iterable[SparseUpdate], grid: float
+) -> DenseUpdate:
+    """Return a sum without some of its updates, in steps of a grid.
+
+    Raises:
+        CodecError: If it is not on the grid.
+    """
+    counts_N = np.zeros(total.size, np.int32)
+    total.add_(counts_N, count_of(total.threshold, grid))
+    for original in originals:
+        levels_K = original.levels_K
+        levels_K = np.empty(0, np.uint8) if levels_K is None else levels_K
+        steps = -count_of(original.threshold, grid)
+        codec.add_entries_(counts_N, original.entries_K, levels_K, steps)
+    return DenseUpdate(Stamp(total.run, 0, 0, 0), total.size, grid, counts_N)
 
 
 def refuse(message: Message, error: Exception, spec: ChannelSpec, inbox: Inbox) -> None:

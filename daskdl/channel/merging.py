@@ -1,17 +1,15 @@
 """Sums on the way: updates that wait together travel as one frame with their sum.
 
 Sums are exact, see :mod:`daskdl.codec.sums`. Whoever merges updates sends the sum to
-all replicas, and each subtracts the updates that it already has, such as its own.
+all replicas, and each subtracts the updates that it already has, such as its own. This
+module is for the scheduler, which does not import torch.
 """
 
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from daskdl import codec
 from daskdl.channel.protocol import WIRE_BYTES, Message, MessageKind, unwrap
-from daskdl.codec import DenseUpdate, SparseUpdate, Stamp, Summand, SumUpdate
-from daskdl.compression.replica_vector import count_of
+from daskdl.codec import SparseUpdate, Summand
 from daskdl.errors import CodecError
 
 
@@ -66,21 +64,3 @@ def _sparse(message: Message, run: int) -> SparseUpdate | None:
         return None
     is_its_own = update.stamp[1:3] == (message.origin, message.sequence)
     return update if is_its_own else None
-
-
-def sum_on_grid(
-    total: SumUpdate, originals: Iterable[SparseUpdate], grid: float
-) -> DenseUpdate:
-    """Return a sum without some of its updates, in steps of a grid.
-
-    Raises:
-        CodecError: If it is not on the grid.
-    """
-    counts_N = np.zeros(total.size, np.int32)
-    total.add_(counts_N, count_of(total.threshold, grid))
-    for original in originals:
-        levels_K = original.levels_K
-        levels_K = np.empty(0, np.uint8) if levels_K is None else levels_K
-        steps = -count_of(original.threshold, grid)
-        codec.add_entries_(counts_N, original.entries_K, levels_K, steps)
-    return DenseUpdate(Stamp(total.run, 0, 0, 0), total.size, grid, counts_N)

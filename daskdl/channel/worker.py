@@ -37,9 +37,9 @@ from daskdl.channel.inbox import (
     SharedFrame,
     decode_all,
     refuse,
+    sum_on_grid,
     undecoded_bytes,
 )
-from daskdl.channel.merging import sum_on_grid
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
     NAME,

@@ -128,7 +128,7 @@ MUTATIONS = {
         "if self.received.has(origin, sequence):",
     ),
     "what was received before is not subtracted from a sum": Mutation(
-        "daskdl.channel.merging",
+        "daskdl.channel.inbox",
         "        steps = -count_of(original.threshold, grid)",
         "        steps = 0",
     ),

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import selectors
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -290,16 +291,17 @@ def row(
     base: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """Medians of a contestant at one rate, without rounds that failed."""
-    pairs = zip(rounds, base, strict=True)
-    speeds = [[run.get("samples_per_s") for run in pair] for pair in pairs]
-    ratios = [
-        speed / base_speed for speed, base_speed in speeds if speed and base_speed
-    ]
+    ratios, early = (
+        ratios_of(rounds, base, name)
+        for name in ("samples_per_s", "warm_up_samples_per_s")
+    )
     return {
         "contestant": contestant.name,
         "rate": rate,
         "samples_per_s": median(rounds, "samples_per_s"),
-        "ratio": medians([{"ratio": ratio} for ratio in ratios or [math.nan]])["ratio"],
+        "early": statistics.median(early or [math.nan]),
+        "from_step": median(rounds, "from_step"),
+        "ratio": statistics.median(ratios or [math.nan]),
         "ratio_lowest": min(ratios, default=math.nan),
         "ratio_highest": max(ratios, default=math.nan),
         "sent_kb_per_step": median(rounds, "sent_kb_per_step"),
@@ -307,6 +309,17 @@ def row(
         "error": errors_of(rounds),
         "rounds": list(rounds),
     }
+
+
+def ratios_of(
+    rounds: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], name: str
+) -> list[float]:
+    """Each round's value relative to the baseline's, where both have one."""
+    pairs = [
+        (run.get(name), base_run.get(name))
+        for run, base_run in zip(rounds, base, strict=True)
+    ]
+    return [value / base_value for value, base_value in pairs if value and base_value]
 
 
 ALL_RATES = (UNLIMITED, "1gbit", "100mbit", "10mbit")
@@ -322,7 +335,11 @@ Counted:  Samples/s of all hosts together, by the wall clock, without warm-up an
           namespaces on one bridge; `tc tbf` limits each link, in each direction. Bytes
           are those sent by the host's interface. Contestants take turns; `ratio` is the
           median over seeds of a contestant's speed relative to the baseline's in the
-          same round.
+          same round. `early` is the same for the warm-up of that round, without
+          start-up; `from_step` is the number of steps of rank 0 before those that
+          count. So a long warm-up shows the first steps beside the later ones: daskdl
+          exchanges more often in its first 1,024 steps, which `--warm-up 30` covers on
+          a core that makes 35 steps/s.
           All keep freed memory for the next step, as daskdl's workers do (two variables
           of glibc), but for "freed memory returned": what that setting alone gives.
           With `--own-core`, only rank 0 counts, whose training thread has a core to
@@ -343,7 +360,8 @@ Run:      python -m benchmarks peers
           -r benchmarks/peers/requirements.txt
 """
 COLUMNS = (
-    "contestant rate samples_per_s:,.0f ratio:.3f ratio_lowest:.3f ratio_highest:.3f "
+    "contestant rate samples_per_s:,.0f early:.3f from_step:,.0f "
+    "ratio:.3f ratio_lowest:.3f ratio_highest:.3f "
     "sent_kb_per_step:,.1f startup_s:.1f error"
 )
 

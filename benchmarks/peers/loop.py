@@ -34,8 +34,8 @@ class Arguments:
     seed: int = 0  # of the initial model and of the order of the data
     optimizer: str = "SGD"
     rate_factor: float = 1.0  # on the learning rate that suits one process
-    warm_up: float = 2.0  # seconds of training that are not counted
-    seconds: float = 5.0  # seconds of training that are; with a target, at most
+    warm_up: float = 2.0  # seconds of training before those that count
+    seconds: float = 5.0  # seconds of training that count; with a target, at most
     target: float | None = None  # score at which training ends; None: never scored
     began: float = field(default_factory=time.time)  # start of the contestant
     own_core: int = -1  # CPU that only rank 0's training thread uses; -1: none
@@ -137,10 +137,12 @@ class Least(NamedTuple):
 
 @dataclass
 class Report:
-    """Results of one process, for the time that counts."""
+    """Results of one process: of the time that counts, and of the warm-up."""
 
     startup_s: float = 0.0  # from the start of the contestant until all were ready
-    warm_up_s: float = 0.0  # of training that is not counted
+    warm_up_s: float = 0.0  # of training before the time that counts
+    warm_up_rows: int = 0
+    warm_up_steps: int = 0
     seconds: float = 0.0  # of training that is counted
     rows: int = 0
     steps: int = 0
@@ -281,38 +283,49 @@ class Gauge:
     def _enter(self, phase: str) -> None:
         if phase == self._phase:
             return
+        report = self.report
         if phase == "timed":
-            self.report.warm_up_s = self._seconds()
+            report.warm_up_s = self._seconds()
+            report.warm_up_rows, report.warm_up_steps = report.rows, report.steps
             self._start()
         else:
-            self.report.seconds = self._seconds()
+            report.seconds = self._seconds()
             sent, received = carried(self._own.interface)
-            self.report.sent = sent - self._carried[0]
-            self.report.received = received - self._carried[1]
+            report.sent = sent - self._carried[0]
+            report.received = received - self._carried[1]
             for at, score in self._copies:
                 self._note_score(at, score())
-            self._meeting.put(f"report {self._own.rank}", asdict(self.report))
+            self._meeting.put(f"report {self._own.rank}", asdict(report))
         self._phase = phase
 
 
 def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Results of a contestant.
+    """Results of a contestant; without a warm-up, its speed is None.
 
     Example:
-        >>> found = {"rows": 640, "seconds": 2.0, "steps": 10, "sent": 5000,
-        ...     "received": 0, "startup_s": 1.0, "warm_up_s": 1.0, "curve": [],
-        ...     "reached_s": None}
-        >>> summary([found, found])["samples_per_s"]
-        640.0
+        >>> report = asdict(Report(warm_up_s=1.0, warm_up_rows=192, warm_up_steps=3,
+        ...     seconds=2.0, rows=640, steps=10))
+        >>> results = summary([report, report])
+        >>> [results[name] for name in ("samples_per_s", "from_step")]
+        [640.0, 3]
+        >>> results["warm_up_samples_per_s"]
+        384.0
+        >>> scored = asdict(Report(seconds=2.0, rows=640, steps=10))
+        >>> print(summary([scored])["warm_up_samples_per_s"])
+        None
     """
-    first, steps = (
-        reports[0],
-        sum(each["steps"] for each in reports),
-    )
+    first, steps = reports[0], sum(each["steps"] for each in reports)
+    warmed_up = all(each["warm_up_s"] > 0 for each in reports)
     return {
         "samples_per_s": sum(each["rows"] / each["seconds"] for each in reports),
         "seconds": first["seconds"],
+        "warm_up_samples_per_s": (
+            sum(each["warm_up_rows"] / each["warm_up_s"] for each in reports)
+            if warmed_up
+            else None
+        ),
         "warm_up_s": first["warm_up_s"],
+        "from_step": first["warm_up_steps"],
         "startup_s": first["startup_s"],
         "steps": steps,
         "sent_kb_per_step": sum(each["sent"] for each in reports) / steps / 1e3,

@@ -261,14 +261,31 @@ def test_no_time_goes_to_slower_settings_and_to_contestants_that_never_get_there
 
 
 def test_ratios_are_within_a_round_and_failed_rounds_are_left_out():
-    rounds = [{"samples_per_s": 10.0}, {"error": "it broke"}, {"samples_per_s": 90.0}]
-    base = [{"samples_per_s": speed} for speed in (10.0, 50.0, 100.0)]
+    def run(speed, early_speed, from_step):
+        return {
+            "samples_per_s": speed,
+            "warm_up_samples_per_s": early_speed,
+            "from_step": from_step,
+        }
+
+    rounds = [run(10.0, 6.0, 100), {"error": "it broke"}, run(90.0, 8.0, 300)]
+    base = [run(10.0, 10.0, 120), run(50.0, 10.0, 500), run(100.0, 20.0, 900)]
 
     row = contest.row(CONTESTANTS["ddp"], "1gbit", rounds, base)
 
     assert row["ratio"] == pytest.approx(0.95)
     assert (row["ratio_lowest"], row["ratio_highest"]) == (0.9, 1.0)
     assert (row["samples_per_s"], row["error"]) == (50.0, "it broke")
+    assert (row["early"], row["from_step"]) == (0.5, 200.0)
+
+
+def test_without_a_warm_up_a_contestant_has_no_early_ratio():
+    scored = {"samples_per_s": 10.0, "warm_up_samples_per_s": None, "from_step": 0}
+
+    row = contest.row(CONTESTANTS["ddp"], "1gbit", [scored], [scored])
+
+    assert row["ratio"] == 1.0
+    assert math.isnan(row["early"])
 
 
 class Board:
@@ -286,7 +303,9 @@ class Board:
     [(Least(), 0.5, 14, 10), (Least(warm_up=3, counted=2), 60.0, 5, 2)],
     ids=["seconds", "steps"],
 )
-def test_steps_of_the_warm_up_are_not_counted(least, step_s, steps_made, counted):
+def test_steps_of_the_warm_up_are_counted_by_themselves(
+    least, step_s, steps_made, counted
+):
     now = 100.0
     arguments = Arguments(warm_up=2.0, seconds=5.0)
     gauge = Gauge(arguments, Board(), None, None, least, lambda: now)
@@ -301,3 +320,7 @@ def test_steps_of_the_warm_up_are_not_counted(least, step_s, steps_made, counted
     assert gauge.report.steps == counted
     assert gauge.report.rows == 64 * counted
     assert gauge.report.seconds == step_s * counted
+    warm_up_steps = steps_made - counted
+    assert gauge.report.warm_up_steps == warm_up_steps
+    assert gauge.report.warm_up_rows == 64 * warm_up_steps
+    assert gauge.report.warm_up_s == step_s * warm_up_steps

@@ -47,6 +47,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import daskdl
 from benchmarks.results import parser_of
 from benchmarks.work import OPTIMIZERS, TASKS, Task
+from daskdl.compression.thresholds import Outcome, Residual, summable
 from daskdl.training.pace import ExchangePace
 
 BASELINES = ("one process", "synchronous", "Polyak", "DDP")
@@ -70,6 +71,14 @@ class PaceAtCost(ExchangePace):
 
     def steps_between(self, cost: float, steps_made: int) -> int:
         return super().steps_between(self.cost, steps_made)
+
+
+@dataclass(frozen=True)
+class SummableThreshold(daskdl.ThresholdAlgorithm):
+    """The thresholds of the default, rounded as for updates that are summed."""
+
+    def next_threshold(self, residual: Residual, last: Outcome | None) -> float:
+        return summable(daskdl.SampledThreshold().next_threshold(residual, last))
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,7 @@ MASTERS: dict[str, daskdl.GradientSharing | daskdl.ParameterAveraging] = {
     "every 16": Sharing(exchange_every=16),
     # Independent of time.
     "lockstep": Sharing(max_staleness=0),
+    "lockstep summable": Sharing(max_staleness=0, threshold=SummableThreshold()),
     "cost 0.5": SharingAtCost(cost=0.5),
     "cost 2": SharingAtCost(cost=2.0),
     "momentum 0.5": Sharing(momentum=0.5),

@@ -127,14 +127,17 @@ class Channel(ABC):
     Attributes:
         has_dashboard: Whether a dashboard shows what `report_live` sends.
         has_client: Whether a client on another machine may fetch from `keep_state`.
+        merges: Whether updates are sent as sums with those of other replicas.
         clock: Times the waits and the exchanges.
         on_wait: Called after each wait with its cause, start and end.
     """
 
     has_dashboard: ClassVar[bool] = False
     has_client: ClassVar[bool] = False
+    merges: bool = False
 
     def __init__(self, inbox: Inbox, spec: ChannelSpec) -> None:
+        self.merges = spec.merges
         self._inbox = inbox
         self.clock = inbox.clock
         self.on_wait: Callable[[WaitCause, float, float], object] = lambda *wait: None

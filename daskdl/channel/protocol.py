@@ -601,6 +601,7 @@ class ChannelSpec:
         in_step: Replicas take each step together.
         secret: Secret of the run, in each request about it, see `check_secret`.
         token: Proves to the scheduler that a request comes from this task.
+        merges: Whether sums of updates are sent, see `RunSpec`.
     """
 
     run: int
@@ -615,6 +616,7 @@ class ChannelSpec:
     in_step: bool = False
     secret: int = field(default=0, repr=False)
     token: int = field(default=0, repr=False)
+    merges: bool = False
 
 
 PART_BYTES = 4 * 2**20  # bytes per answer; crosses a slow link within the timeout

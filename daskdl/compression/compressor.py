@@ -39,6 +39,7 @@ from daskdl.compression.thresholds import (
     LayerThresholds,
     Outcome,
     ThresholdAlgorithm,
+    summable,
 )
 from daskdl.errors import OptionError
 
@@ -55,7 +56,7 @@ class PendingSparse:
     pattern: str  # pattern of the parameter group
     grid: float  # one step, parameter units
     quantum_count: int  # the quantum in steps of the grid, in [1, 2**22]
-    threshold: float  # of the algorithm, limited to the range of the grid
+    threshold: float  # of the algorithm, not rounded, within the range of the grid
     parts: Sequence[GroupEntries]  # on the devices, ascending in position
     size: int  # N
     entries_K: Counts  # the same in the host's memory
@@ -157,6 +158,8 @@ class Compressor:
         residual: Limits the residual after an exchange.
         apply: "eager" (the module computes with local) or "strict" (with shared).
         momentum: Part of each committed update that the residual keeps, in [0, 1).
+        summed: Updates are summed with those of other replicas on their way, so that
+            quanta are rounded, see :func:`~daskdl.compression.thresholds.summable`.
 
     Example:
         >>> import torch
@@ -185,8 +188,11 @@ class Compressor:
         residual: ResidualPostProcessor,
         apply: Literal["eager", "strict"] = "eager",
         momentum: float = 0.0,
+        *,
+        summed: bool = False,
     ) -> None:
         self.momentum = momentum
+        self._summed = summed
         self.clipped = self.clipped_per_entry = 0.0
         thresholds = LayerThresholds.of(threshold)
         assigned = thresholds.assign(parameters.slices)  # before anything is changed
@@ -231,7 +237,8 @@ class Compressor:
             self.groups.items(), key=lambda item: item[1].exchanges
         ):
             threshold = group.next_threshold(group.sent, grid)
-            count = round(threshold / grid)
+            steps = threshold / grid
+            count = round(summable(steps) if self._summed else steps)
             parts = group.residual.find(count)
             updates.append(
                 PendingSparse(

@@ -90,6 +90,7 @@ def train_replica(
     routing: str,
     *,
     initial: bool,
+    merges: bool,
 ) -> Packed[FitResult]:
     """Train one replica on this worker, from start to end.
 
@@ -101,6 +102,7 @@ def train_replica(
         on_worker: Number of replicas on this worker.
         routing: Name of the routing.
         initial: Whether the replica starts the run with others.
+        merges: Whether sums of updates are sent, see `RunSpec`.
 
     Returns:
         The replica's result, packed so that Dask serializes no tensor.
@@ -115,7 +117,7 @@ def train_replica(
     packed = plugin.copies.values(run, secret, worker.address, bound, packed_argument)
     sources = {phase: source for phase, source in packed.items() if phase != MODEL}
     spec: ReplicaSpec = packed[MODEL].unpack()
-    channel = RemoteChannel(plugin, spec.channel_spec(number, routing))
+    channel = RemoteChannel(plugin, spec.channel_spec(number, routing, merges=merges))
     store = WorkerStore(sources, channel, spec.timeouts, spec.load_threads)
     finished = False
     try:
@@ -383,6 +385,7 @@ class DaskBackend(Backend):
         self._client = client
         self._spec = spec
         self._routing = spec.master.routing_for(len(set(workers.values())))
+        self._merges = False  # until the run opens
         self._initial = set(workers)
         self._supplies = supplies
         self._most_replicas = most_replicas
@@ -467,6 +470,7 @@ class DaskBackend(Backend):
             ROUTINGS[self._routing].relayed,
             RELAY_BYTES,
         )
+        self._merges = run.merges
         self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)
 
     def _send(self, workers: Sequence[str]) -> None:
@@ -521,6 +525,7 @@ class DaskBackend(Backend):
                     per_worker[worker],
                     self._routing,
                     initial=replica in self._initial,
+                    merges=self._merges,
                     key=protocol.task_key(self._spec.run, replica),
                     workers=[worker],
                     allow_other_workers=False,

@@ -559,8 +559,16 @@ class ReplicaSpec(FitSpec):
         """Rows per optimizer step."""
         return self.read.batch_size * self.stepping.accumulate
 
-    def channel_spec(self, replica: int, routing: str = "plain") -> ChannelSpec:
-        """Return the specification of a replica's channel."""
+    def channel_spec(
+        self, replica: int, routing: str = "plain", *, merges: bool = False
+    ) -> ChannelSpec:
+        """Return the specification of a replica's channel.
+
+        Args:
+            replica: Number of the replica.
+            routing: Name of the routing.
+            merges: Whether sums of updates are sent, see `RunSpec`.
+        """
         return ChannelSpec(
             self.run,
             replica,
@@ -574,4 +582,5 @@ class ReplicaSpec(FitSpec):
             self.master.synchronous,
             self.secret,
             secrets.randbits(63),
+            merges,
         )

@@ -140,6 +140,7 @@ class GradientSharingExchange(Exchange):
             options.residual,
             options.apply,
             options.momentum,
+            summed=context.channel.merges,
         )
         self._vector = self._compressor.vector
         names = {name: name for name in parameters.slices}

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import dask.array as da
@@ -12,6 +12,7 @@ from torch import nn
 
 from daskdl import Callback, GradientSharing
 from daskdl.channel.protocol import NAME
+from daskdl.training.backend import run_spec_of
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Notes
 
@@ -43,26 +44,44 @@ class TestSharing:
 
 
 @dataclass
-class Routings(Callback):
-    """Records the routing of each replica."""
+class ChannelSetting(Callback):
+    """Records a setting of each replica's channel."""
 
     folder: Path
+    name: str
 
     def on_step_end(self, step):
         for (_, replica), link in get_worker().extensions[NAME].endpoints.items():
-            (self.folder / str(replica)).write_text(link.connection.spec.routing)
+            setting = getattr(link.connection.spec, self.name)
+            (self.folder / str(replica)).write_text(str(setting))
+
+    def by_replica(self):
+        return {path.name: path.read_text() for path in self.folder.iterdir()}
 
 
 def test_many_replicas_on_few_workers_use_the_relay(client, tmp_path):
-    fitted = trainer(
-        client, master=kept(replicas_per_worker=5), callbacks=[Routings(tmp_path)]
-    )
+    routing = ChannelSetting(tmp_path, "routing")
+    fitted = trainer(client, master=kept(replicas_per_worker=5), callbacks=[routing])
 
     history = fitted.fit(X, Y, batch_size=8)
 
     assert history.column("replicas") == [10]
-    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert told == {str(replica): "plain" for replica in range(10)}
+    assert routing.by_replica() == {str(replica): "plain" for replica in range(10)}
+
+
+def test_replicas_are_told_that_their_updates_are_summed(
+    threads, tmp_path, monkeypatch
+):
+    def merging(*arguments):
+        return replace(run_spec_of(*arguments), merge_s=0.01)
+
+    monkeypatch.setattr("daskdl.training.dask_backend.run_spec_of", merging)
+    merges = ChannelSetting(tmp_path, "merges")
+    fitted = trainer(threads, callbacks=[merges])
+
+    fitted.fit(X, Y, epochs=2, batch_size=16)
+
+    assert merges.by_replica() == {"0": "True", "1": "True"}
 
 
 class Counted(nn.Module):

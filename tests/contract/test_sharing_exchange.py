@@ -237,6 +237,18 @@ def test_only_the_last_update_of_a_step_completes_it():
     assert [update.partial for update in published] == [True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("merges", "quantum"), [(False, 0.06), (True, 0.0625)], ids=["alone", "summed"]
+)
+def test_quanta_of_updates_that_are_summed_are_rounded(merges, quantum):
+    channel = Room()
+    channel.merges = merges
+
+    [published] = Case(FixedThreshold(0.06), channel=channel).step()
+
+    assert published.update.threshold == pytest.approx(quantum, abs=GRID)
+
+
 def test_a_kept_residual_is_delivered_in_steps_of_its_grid():
     module = Three()
     context = ReplicaContext(module, Room(), 1, [0, 1])

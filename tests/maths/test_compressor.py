@@ -10,10 +10,12 @@ import re
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from daskdl import codec
-from daskdl.codec import counts_of
+from daskdl.codec import Stamp, Summand, counts_of, decode_sum, encode_sum
 from daskdl.compression.kernels import GUARD
 from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.compression.residuals import ResidualClipping, ResidualPostProcessor
@@ -59,6 +61,47 @@ class TestPropose:
 
         with pytest.raises(OptionError, match=f"finite and > 0, got {value} from"):
             make(Vector([0.5]), Odd()).propose()
+
+
+THRESHOLDS = st.floats(2 * GRID, MAX_COUNT * GRID)
+
+
+class TestSums:
+    """Updates that are summed on their way have quanta of a few sizes."""
+
+    @staticmethod
+    def summed(threshold):
+        module = Vector([0.0])
+        compressor = make(module, FixedThreshold(threshold), summed=True)
+        module.step(0.5)
+        return proposed(compressor)
+
+    @given(THRESHOLDS)
+    def test_a_quantum_is_near_its_threshold(self, threshold):
+        update = self.summed(threshold)
+
+        change = update.quantum / threshold
+        assert max(change, 1 / change) <= math.sqrt(1.5) * (1 + 1e-12)
+        assert update.threshold == threshold  # from which its algorithm goes on
+
+    @given(st.lists(THRESHOLDS, min_size=2, max_size=5))
+    def test_a_sum_has_a_large_unit(self, thresholds):
+        proposals = [self.summed(threshold) for threshold in thresholds]
+        names = [Summand(origin, 1, 1) for origin in range(len(proposals))]
+        updates = [
+            codec.decode(update.encode(Stamp(1, *name)))
+            for update, name in zip(proposals, names, strict=True)
+        ]
+
+        total = decode_sum(encode_sum(1, updates, names))
+
+        assert total.threshold >= min(update.quantum for update in proposals) / 3
+
+    @pytest.mark.parametrize(
+        ("value", "count"), [(GRID / 1000, 1), (1e9, MAX_COUNT)], ids=["low", "high"]
+    )
+    def test_a_quantum_stays_in_the_range_of_the_grid(self, value, count):
+        assert self.summed(value).quantum_count == count
 
 
 class TestCommit:

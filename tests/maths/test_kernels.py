@@ -344,7 +344,7 @@ def problems(draw):
     size = draw(st.integers(1, 40))
     number = st.floats(-4.0, 4.0, width=32)
     local = draw(st.lists(number, min_size=size, max_size=size))
-    count = draw(st.sampled_from([1, 3, 64, 2**18, 2**22]))
+    count = draw(st.sampled_from([1, 3, 64, 3 * 2**16, 2**18, 2**22]))
     steps = st.integers(-(2**23), 2**23)
     shared = draw(st.lists(steps, min_size=size, max_size=size))
     local_factor = draw(st.sampled_from([1.0, 2.0, 3.0, 8.0, 0.7]))

@@ -278,6 +278,7 @@ class Client(Server):
             self.spec, there, self._sources, None, relayed, setup.relay_bytes
         )
         run = dataclasses.replace(run, merge_s=setup.merge_s)
+        self._merges = run.merges
         await self._ask(protocol.OPEN, spec=vars(run), client=self.name)
         self._cluster.opened()
         for replica, address in there.items():
@@ -402,7 +403,9 @@ class Client(Server):
         spec, oracle = self.spec, self._cluster.oracle
         of_replica = dataclasses.replace(spec, model=Weights())
         channel = WatchedChannel(
-            worker.plugin, of_replica.channel_spec(replica, self.setup.routing), oracle
+            worker.plugin,
+            of_replica.channel_spec(replica, self.setup.routing, merges=self._merges),
+            oracle,
         )
         channel.on_publish = functools.partial(
             self._cluster.on_moment, "publish", worker.address

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any, Literal, Self, TypeVar
 
 import dask
+import numpy as np
 from distributed import Client, Future, Worker, as_completed, get_client, get_worker
 from distributed.client import FutureCancelledError
 from distributed.utils_comm import gather_from_workers
@@ -317,6 +318,8 @@ def _release_late(sending: asyncio.Task[Mapping[str, Any]]) -> None:
         release(sending.result().values())
 
 
+LOST = ("lost", "cancelled")  # statuses of Dask's
+
 # Small parts are sent together, so that thousands do not take minutes; larger messages
 # would be held twice on their way.
 SENT_BYTES = 4 * 2**20
@@ -358,8 +361,7 @@ class DataPlacement:
 
     def lost(self) -> list[tuple[int, str]]:
         """Parts, and their keys, that were lost with the only worker that held them."""
-        ends = ("lost", "cancelled")  # statuses of Dask's
-        lost = [p for p, future in self._futures.items() if future.status in ends]
+        lost = [p for p, future in self._futures.items() if future.status in LOST]
         return [(part, str(self._futures[part].key)) for part in sorted(lost)]
 
     def restore(self, part: int, key: str, workers: Sequence[str]) -> str:
@@ -556,6 +558,58 @@ class _SentPart(Source):
         return x, y
 
 
+# What all tasks need goes to the workers in blocks, each to another worker. So each
+# passes on a share of it; a worker that had all of it would send it to all others.
+BLOCK_BYTES = 2**20  # at least
+MAX_BLOCKS = 32  # that a task depends on
+
+
+class _InBlocks:
+    """Picklable: packed values in blocks of bytes, unpacked once in each process.
+
+    Args:
+        counts: Number of blocks of each value, by its argument in the user's call.
+        first: The first block; tasks get the others as results of their own.
+    """
+
+    _counts: Mapping[str, int]
+    _first: np.ndarray
+    _lock: threading.Lock
+    _values: list[Any] | None
+
+    def __init__(self, counts: Mapping[str, int], first: np.ndarray) -> None:
+        self.__setstate__({"counts": counts, "first": first})
+
+    def unpacked(self, others: Sequence[np.ndarray]) -> list[Any]:
+        """Return the values, which the threads of a process share."""
+        with self._lock:
+            if self._values is None:
+                blocks = iter([self._first, *others])
+                self._values = [
+                    Packed.of(
+                        _joined(itertools.islice(blocks, count)), argument
+                    ).unpack()
+                    for argument, count in self._counts.items()
+                ]
+            return self._values
+
+    @override
+    def __sizeof__(self) -> int:
+        return object.__sizeof__(self) + self._first.nbytes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"counts": self._counts, "first": self._first}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._counts, self._first = state["counts"], state["first"]
+        self._values, self._lock = None, threading.Lock()
+
+
+def _joined(blocks: Iterable[np.ndarray]) -> np.ndarray:
+    first, *others = blocks
+    return np.concatenate([first, *others]) if others else first
+
+
 class _PartTasks:
     """One task for each part of a source, on a cluster that may lose workers."""
 
@@ -576,24 +630,48 @@ class _PartTasks:
         self._running: dict[Future, int] = {}
         self._losses: Counter[int] = Counter()  # by part
 
-    def _share(self) -> Future:
-        """Send the function, and the source unless it is `sent_by_part`, to a worker.
+    def _share(self) -> list[Future]:
+        """Send the function, and the source unless it is `sent_by_part`, to workers.
 
-        The others fetch it with their first task. If `scatter` copied it to all, Dask's
-        active memory manager could drop a copy meanwhile, and `scatter` would copy it
-        again: the scheduler may then forget that copy, which the worker keeps for ever
-        (seen in distributed 2026.8).
+        Each block goes to one worker; the others fetch it with their first task. If
+        `scatter` copied it to all, Dask's active memory manager could drop a copy
+        meanwhile, and `scatter` would copy it again: the scheduler may then forget that
+        copy, which the worker keeps for ever (seen in distributed 2026.8).
+
+        Returns:
+            An :class:`_InBlocks`, and the blocks except for the first.
         """
+        workers = list(self._workers)
         nbytes = sum(packed.payload.nbytes for packed in self._packed)
-        what, key = f"the function and its data ({nbytes} bytes)", new_key("pass")
-        data, workers = {key: self._packed}, list(self._workers)
-        while True:
-            try:
-                return scatter(self._client, data, workers[:1], self._bound, what)[key]
-            except OSError as error:
-                if isinstance(error, WaitTimeoutError) or len(workers) == 1:
-                    raise
-                del workers[0]  # it has left
+        size = max(-(-nbytes // min(len(workers), MAX_BLOCKS)), BLOCK_BYTES)
+        in_blocks = {
+            packed.argument: [
+                packed.payload[start : start + size]
+                for start in range(0, packed.payload.nbytes, size)
+            ]
+            for packed in self._packed
+        }
+        counts = {argument: len(blocks) for argument, blocks in in_blocks.items()}
+        first, *others = itertools.chain.from_iterable(in_blocks.values())
+        what, name = f"the function and its data ({nbytes} bytes)", new_key("pass")
+        sent: list[Future] = []
+        with contextlib.ExitStack() as unless_complete:
+            unless_complete.callback(release, sent)
+            for number, value in enumerate([_InBlocks(counts, first), *others]):
+                data = {f"{name}-{number}": value}
+                while len(sent) == number:
+                    try:
+                        sent += scatter(
+                            self._client, data, workers[:1], self._bound, what
+                        ).values()
+                    except OSError as error:
+                        hangs = isinstance(error, WaitTimeoutError)
+                        if len(workers) == 1 or (hangs and not sent):
+                            raise
+                        del workers[0]  # it has left, or hangs while others do not
+                workers.append(workers.pop(0))
+            unless_complete.pop_all()
+        return sent
 
     def results(self, numbers: Iterator[int]) -> Iterator[tuple[int, Any]]:
         """Yield results as they arrive; each one starts the task of another part."""
@@ -618,7 +696,7 @@ class _PartTasks:
 
     def end(self) -> None:
         """Leave nothing on the cluster."""
-        release([*self._running, self._shared])
+        release([*self._running, *self._shared])
 
     def _begin(self, part: int) -> Future:
         key = f"{new_key('pass')}-{part}"
@@ -657,8 +735,8 @@ class _PartTasks:
         """Prepare to start a part again that was lost with its worker."""
         self._count_loss(part, error)
         self._workers = self._live_workers()
-        if self._shared.cancelled():
-            self._shared.release()
+        if any(future.status in LOST for future in self._shared):
+            release(self._shared)
             try:
                 self._shared = self._share()
             except OSError as gone:  # another worker has left meanwhile
@@ -687,7 +765,14 @@ class _PartTasks:
         return workers
 
 
-def _apply(shared: Sequence[Packed[Any]], part: int, *sent: Any) -> Any:
-    """The task of a part; `sent` are the arguments of `_SentPart`, if it was sent."""
-    function, *source = [packed.shared() for packed in shared]
+def _apply(shared: Sequence[Any], part: int, *sent: Any) -> Any:
+    """The task of a part.
+
+    Args:
+        shared: What `_PartTasks._share` has sent.
+        part: Number of the part.
+        *sent: Arguments of `_SentPart`, if the part was sent.
+    """
+    in_blocks, *others = shared
+    function, *source = in_blocks.unpacked(others)
     return function(_SentPart(*sent) if sent else source[0], part)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import zlib
 
 import dask
 import dask.array as da
@@ -87,6 +88,37 @@ def test_what_all_tasks_need_is_sent_to_one_worker(client, monkeypatch):
     assert set(places) == {(1, False)}
 
 
+FOUR_BLOCKS = 4 * distribute.BLOCK_BYTES
+
+
+class Large:
+    """Needs many bytes; returns their checksum."""
+
+    def __init__(self):
+        self.weights = np.random.default_rng(0).integers(0, 256, FOUR_BLOCKS, np.uint8)
+
+    def __call__(self, source, part):
+        return zlib.crc32(self.weights)
+
+
+def test_each_worker_has_a_block_to_pass_on_of_what_all_tasks_need(monkeypatch):
+    scatter, receivers = distribute.scatter, []
+
+    def noting(client, data, workers, *arguments):
+        receivers.extend(workers)
+        return scatter(client, data, workers, *arguments)
+
+    monkeypatch.setattr(distribute, "scatter", noting)
+    function = Large()
+
+    with cluster_of(4, processes=False) as client:
+        checksums = dict(map_parts(Boxes(), function, client))
+        workers = sorted(client.nthreads())
+
+    assert checksums == dict.fromkeys(range(9), zlib.crc32(function.weights))
+    assert sorted(receivers[:4]) == workers
+
+
 # ---- losses
 
 VALUES = np.arange(24.0)
@@ -144,6 +176,51 @@ def test_a_part_whose_worker_is_lost_is_done_on_another(tmp_path, make, workers)
 
     assert function.folder.exists()
     assert totals == SUMS
+
+
+def test_what_all_tasks_need_is_sent_again_if_a_part_of_it_is_lost(monkeypatch):
+    scatter, receivers = distribute.scatter, []
+
+    def losing_the_second(client, data, workers, *arguments):
+        futures = scatter(client, data, workers, *arguments)
+        receivers.extend(workers)
+        if len(receivers) == 2:
+            [second] = [
+                worker
+                for worker in client.cluster.workers.values()
+                if worker.address == receivers[1]
+            ]
+            client.cluster.sync(second.close)
+        return futures
+
+    monkeypatch.setattr(distribute, "scatter", losing_the_second)
+    function = Large()
+
+    with cluster_of(2, processes=False) as client:
+        checksums = dict(map_parts(Boxes(), function, client))
+
+    assert checksums == dict.fromkeys(range(9), zlib.crc32(function.weights))
+    assert len(receivers) > 3  # two blocks of the function, and one of the source
+
+
+def test_a_worker_that_hangs_gets_no_block_of_what_all_tasks_need(threads, monkeypatch):
+    scatter, receivers = distribute.scatter, []
+
+    def hanging_once(client, data, workers, *arguments):
+        receivers.extend(workers)
+        if len(receivers) == 2:
+            raise WaitTimeoutError("it hangs")
+        return scatter(client, data, workers, *arguments)
+
+    monkeypatch.setattr(distribute, "scatter", hanging_once)
+    function = Large()
+
+    checksums = dict(map_parts(Boxes(), function, threads))
+
+    assert checksums == dict.fromkeys(range(9), zlib.crc32(function.weights))
+    answers, hangs, *later = receivers
+    assert hangs != answers
+    assert later == [answers, answers]
 
 
 @pytest.mark.slow

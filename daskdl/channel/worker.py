@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import logging
+import secrets
 import sys
 from collections.abc import (
     Callable,
@@ -41,6 +42,8 @@ from daskdl.channel.inbox import (
     undecoded_bytes,
 )
 from daskdl.channel.protocol import (
+    FAIL,
+    LEAVE,
     MESSAGE_BYTES,
     NAME,
     Arrays,
@@ -775,6 +778,31 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             endpoint.mark_left()
         if self._pace is not None:
             self._pace.set_training(bool(self.endpoints))
+
+    def decline(
+        self,
+        run: int,
+        secret: int,
+        replica: int,
+        failure: Mapping[str, Any],
+        timeout_s: float,
+    ) -> None:
+        """Report that a replica was assigned to this worker and does not join.
+
+        Called in the thread of its task.
+        """
+        token = secrets.randbits(63)
+        fields = {"run": run, "secret": secret, "replica": replica, "token": token}
+
+        async def tell() -> None:
+            async with asyncio.timeout(timeout_s):
+                await self._transport.ask(None, FAIL, failure=dict(failure), **fields)
+                await self._transport.ask(None, LEAVE, **fields)
+
+        try:
+            asyncio.run_coroutine_threadsafe(tell(), self._transport.loop).result()
+        except OSError as error:  # a TimeoutError is one
+            logger.info("replica %s of run %s: %s", replica, run_id(run), error)
 
 
 def set_up(worker: Worker) -> None:

@@ -63,10 +63,10 @@ from daskdl.training.backend import (
     most_replicas,
     run_spec_of,
 )
-from daskdl.training.base import TrainingMaster
+from daskdl.training.base import Parameters, TrainingMaster
 from daskdl.training.data_feed import WorkerStore
 from daskdl.training.fit_spec import ReplicaSpec
-from daskdl.training.replica import FitResult, Replica, warm_up
+from daskdl.training.replica import FitResult, Replica, failure_of, warm_up
 from daskdl.training.state import ReplicaState, decoded
 from daskdl.util import CLIENT_VERSIONS, REMEDY, arrival_plugin, mismatch
 
@@ -114,7 +114,19 @@ def train_replica(
     if not isinstance(plugin, ChannelWorkerPlugin):
         raise ChannelError(f"worker {worker.address} has no daskdl plugin; see its log")
     # Sources of which every worker has a full copy are beside the model, by phase.
-    packed = plugin.copies.values(run, secret, worker.address, bound, packed_argument)
+    try:
+        packed = plugin.copies.values(
+            run, secret, worker.address, bound, packed_argument
+        )
+    except (ChannelError, WaitTimeoutError) as error:
+        if initial:
+            raise
+        # The others train on, so Dask must not log that a task has failed.
+        logger.info("replica %s does not join: %s", number, error)
+        failure = failure_of(error, step=0)
+        plugin.decline(run, secret, number, failure, bound.seconds)
+        result = FitResult(Parameters(), has_agreed=False, finished=False)
+        return Packed(result, "result")
     sources = {phase: source for phase, source in packed.items() if phase != MODEL}
     spec: ReplicaSpec = packed[MODEL].unpack()
     channel = RemoteChannel(plugin, spec.channel_spec(number, routing, merges=merges))

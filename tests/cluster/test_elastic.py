@@ -1,14 +1,17 @@
 """Promise 6: workers may die, freeze, restart or join while `fit` runs."""
 
 import functools
+import logging
 import os
 import signal
 
 import dask.config
 import numpy as np
 import pytest
+from distributed.utils_test import captured_logger
 
-from tests.support.clusters import Script, TookPart, enough
+from daskdl.channel.protocol import NAME
+from tests.support.clusters import Script, TookPart, cluster_of, enough
 from tests.support.problems import kept, normalised, rows, trainer
 from tests.support.recording import Recorded, records
 
@@ -85,3 +88,35 @@ def test_workers_that_are_added_join_the_fit(growing, add, tmp_path):
     assert sorted(shared) == [0, 1]
     np.testing.assert_array_equal(shared[0], shared[1])
     assert fitted.evaluate(X, Y)["accuracy"] > 0.8
+
+
+def test_a_worker_that_cannot_get_the_model_gets_it_later_and_dask_logs_no_error(
+    caplog,
+):
+    def copies():
+        [broadcast] = cluster.scheduler.extensions[NAME].copies.broadcasts.values()
+        return broadcast.holders
+
+    def forget_holders():
+        held.update(copies())
+        copies().clear()
+        cluster.scale(2)
+
+    held = {}
+    script = Script(
+        (1, forget_holders),
+        (lambda _: "no replica on" in caplog.text, lambda: copies().update(held)),
+        (2, enough),
+    )
+
+    with (
+        cluster_of(1, processes=False) as client,
+        dask.config.set({"daskdl.timeouts.request": "5s"}),
+        captured_logger("distributed.worker", logging.ERROR) as errors_of_dask,
+    ):
+        cluster = client.cluster
+        fitted = script.run(trainer(client), X, Y)
+
+    assert "Compute Failed" not in errors_of_dask.getvalue()
+    assert "no worker has the model any more" in caplog.text
+    assert sorted(fitted.history_.run.replicas) == [0, 2]

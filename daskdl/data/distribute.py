@@ -564,30 +564,34 @@ BLOCK_BYTES = 2**20  # at least
 MAX_BLOCKS = 32  # that a task depends on
 
 
-class _InBlocks:
+class InBlocks:
     """Picklable: packed values in blocks of bytes, unpacked once in each process.
 
     Args:
         counts: Number of blocks of each value, by its argument in the user's call.
-        first: The first block; tasks get the others as results of their own.
+        block: The first block; tasks get the others as results of their own.
     """
 
     _counts: Mapping[str, int]
-    _first: np.ndarray
+    _block: np.ndarray
     _lock: threading.Lock
     _values: list[Any] | None
 
-    def __init__(self, counts: Mapping[str, int], first: np.ndarray) -> None:
-        self.__setstate__({"counts": counts, "first": first})
+    def __init__(self, counts: Mapping[str, int], block: np.ndarray) -> None:
+        self.__setstate__({"counts": counts, "block": block})
 
     def unpacked(self, others: Sequence[np.ndarray]) -> list[Any]:
-        """Return the values, which the threads of a process share."""
+        """Return the values, which the threads of a process share.
+
+        Args:
+            others: The blocks after the first.
+        """
         with self._lock:
             if self._values is None:
-                blocks = iter([self._first, *others])
+                blocks = iter([self._block, *others])
                 self._values = [
                     Packed.of(
-                        _joined(itertools.islice(blocks, count)), argument
+                        joined(itertools.islice(blocks, count)), argument
                     ).unpack()
                     for argument, count in self._counts.items()
                 ]
@@ -595,19 +599,41 @@ class _InBlocks:
 
     @override
     def __sizeof__(self) -> int:
-        return object.__sizeof__(self) + self._first.nbytes
+        return object.__sizeof__(self) + self._block.nbytes
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"counts": self._counts, "first": self._first}
+        return {"counts": self._counts, "block": self._block}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._counts, self._first = state["counts"], state["first"]
+        self._counts, self._block = state["counts"], state["block"]
         self._values, self._lock = None, threading.Lock()
 
 
-def _joined(blocks: Iterable[np.ndarray]) -> np.ndarray:
-    first, *others = blocks
-    return np.concatenate([first, *others]) if others else first
+def joined(blocks: Iterable[np.ndarray]) -> np.ndarray:
+    """Join arrays; a single one is not copied."""
+    arrays = list(blocks)
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def in_blocks(
+    packed: Sequence[Packed[Any]], places: int
+) -> tuple[dict[str, int], list[np.ndarray]]:
+    """Cut the bytes of packed values into about as many blocks as there are places.
+
+    Returns:
+        The number of blocks of each value, see `InBlocks`, and the blocks.
+    """
+    nbytes = sum(value.payload.nbytes for value in packed)
+    size = max(-(-nbytes // places), BLOCK_BYTES)
+    blocks = {
+        value.argument: [
+            value.payload[start : start + size]
+            for start in range(0, value.payload.nbytes, size)
+        ]
+        for value in packed
+    }
+    counts = {argument: len(of_value) for argument, of_value in blocks.items()}
+    return counts, list(itertools.chain.from_iterable(blocks.values()))
 
 
 class _PartTasks:
@@ -639,25 +665,17 @@ class _PartTasks:
         copy, which the worker keeps for ever (seen in distributed 2026.8).
 
         Returns:
-            An :class:`_InBlocks`, and the blocks except for the first.
+            An `InBlocks`, and the blocks except for the first.
         """
         workers = list(self._workers)
-        nbytes = sum(packed.payload.nbytes for packed in self._packed)
-        size = max(-(-nbytes // min(len(workers), MAX_BLOCKS)), BLOCK_BYTES)
-        in_blocks = {
-            packed.argument: [
-                packed.payload[start : start + size]
-                for start in range(0, packed.payload.nbytes, size)
-            ]
-            for packed in self._packed
-        }
-        counts = {argument: len(blocks) for argument, blocks in in_blocks.items()}
-        first, *others = itertools.chain.from_iterable(in_blocks.values())
+        counts, blocks = in_blocks(self._packed, min(len(workers), MAX_BLOCKS))
+        nbytes = sum(block.nbytes for block in blocks)
         what, name = f"the function and its data ({nbytes} bytes)", new_key("pass")
         sent: list[Future] = []
         with contextlib.ExitStack() as unless_complete:
             unless_complete.callback(release, sent)
-            for number, value in enumerate([_InBlocks(counts, first), *others]):
+            values = [InBlocks(counts, blocks[0]), *blocks[1:]]
+            for number, value in enumerate(values):
                 data = {f"{name}-{number}": value}
                 while len(sent) == number:
                     try:
@@ -773,6 +791,6 @@ def _apply(shared: Sequence[Any], part: int, *sent: Any) -> Any:
         part: Number of the part.
         *sent: Arguments of `_SentPart`, if the part was sent.
     """
-    in_blocks, *others = shared
-    function, *source = in_blocks.unpacked(others)
+    packed, *blocks = shared
+    function, *source = packed.unpacked(blocks)
     return function(_SentPart(*sent) if sent else source[0], part)

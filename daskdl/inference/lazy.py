@@ -25,7 +25,14 @@ from typing_extensions import override
 from daskdl.data import batching, dask_collections
 from daskdl.data.batching import Rows, Tree
 from daskdl.data.dask_collections import Collections, ExampleCollection, Finish
-from daskdl.data.distribute import map_parts, new_key, workers_of
+from daskdl.data.distribute import (
+    InBlocks,
+    in_blocks,
+    joined,
+    map_parts,
+    new_key,
+    workers_of,
+)
 from daskdl.data.named_columns import Columns, NamedRows
 from daskdl.data.source import STREAMED_ROWS, Facts, Source, facts_of
 from daskdl.errors import DataError, ModelError
@@ -231,40 +238,57 @@ def _first_rows(
 
 # Dask warns about graphs above 10 MB, and reading a message of a gigabyte would block
 # the scheduler.
-BLOCK_BYTES = 4 * 2**20
+PIECE_BYTES = 4 * 2**20
+MAX_BLOCKS = 8  # that the task of each partition depends on
 
 
-def broadcast(packed: Packed[Any], client: Client | Literal[False]) -> Any:
-    """Return a task whose result is the packed object, sent to each worker once.
+def broadcast(
+    packed: Sequence[Packed[Any]], client: Client | Literal[False]
+) -> list[Any]:
+    """Return tasks whose results are packed objects in blocks, see `InBlocks`.
 
-    Dask sends the result to the workers that need it, releases it after the last use,
-    and computes it again if its worker dies; scattered data would be lost. The
+    Dask sends the blocks to the workers that need them, releases them after the last
+    use, and computes them again if their worker dies; scattered data would be lost.
+    Each block is made on another worker, so that no worker sends all of them. The
     scheduler keeps the bytes as long as a result depends on them.
     """
     name = new_key("model")
     if client is False:
-        return delayed(packed, name=name, traverse=False)
-    workers_of(client)  # raises an error if there are none
-    starts = range(0, packed.payload.nbytes, BLOCK_BYTES)
-    blocks = [
-        client.submit(
-            np.asarray,
-            packed.payload[start : start + BLOCK_BYTES],
-            key=new_key("model-block"),
+        counts, blocks = in_blocks(packed, places=1)
+        return [
+            delayed(value, name=f"{name}-{number}", traverse=False)
+            for number, value in enumerate([InBlocks(counts, blocks[0]), *blocks[1:]])
+        ]
+    workers = workers_of(client)
+    counts, blocks = in_blocks(packed, min(len(workers), MAX_BLOCKS))
+    tasks = []
+    for number, block in enumerate(blocks):
+        submit = functools.partial(
+            client.submit,
+            workers=[workers[number % len(workers)]],
+            allow_other_workers=True,
             pure=False,
         )
-        for start in starts
-    ]
-    # Dask releases the blocks once they have been joined.
-    kind = type(packed)
-    return client.submit(_joined, kind, blocks, packed.argument, key=name, pure=False)
+        pieces = [
+            submit(
+                np.asarray,
+                block[start : start + PIECE_BYTES],
+                key=new_key("model-block"),
+            )
+            for start in range(0, block.nbytes, PIECE_BYTES)
+        ]
+        # Dask releases the pieces once they have been joined.
+        of_first = None if number else counts
+        tasks.append(submit(_block_of, pieces, of_first, key=f"{name}-{number}"))
+    return tasks
 
 
-def _joined(
-    kind: type[Packed[Any]], blocks: Sequence[np.ndarray], argument: str
-) -> Packed[Any]:
-    payload = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-    return kind.of(payload, argument)
+def _block_of(
+    pieces: Sequence[np.ndarray], counts: dict[str, int] | None
+) -> InBlocks | np.ndarray:
+    """Join the pieces of a block; `counts` are given for the first block."""
+    block = joined(pieces)
+    return block if counts is None else InBlocks(counts, block)
 
 
 def partition_outputs(
@@ -275,23 +299,28 @@ def partition_outputs(
     The outputs of a partition are a list of all output arrays; for `Examples`, see
     `ExampleReader.outputs`.
     """
-    model, name = broadcast(Packed(apply, "model"), client), new_key("predict")
+    model, name = broadcast([Packed(apply, "model")], client), new_key("predict")
     reader = source.reader if isinstance(source, Examples) else source.finish
     task = delayed(_outputs_of_part, pure=False)
     return [
-        task(model, reader, part, values, dask_key_name=(name, part))
+        task(reader, part, values, *model, dask_key_name=(name, part))
         for part, values in enumerate(source.partitions.delayed(client))
     ]
 
 
 def _outputs_of_part(
-    apply: Packed[Apply], reader: ExampleReader | Finish, part: int, values: list[Any]
+    reader: ExampleReader | Finish,
+    part: int,
+    values: list[Any],
+    model: InBlocks,
+    *blocks: np.ndarray,
 ) -> Any:
     with error_context(f"in part {part}"):
+        (apply,) = model.unpacked(blocks)
         if isinstance(reader, ExampleReader):
-            return reader.outputs(apply.shared(), values[0], part)
+            return reader.outputs(apply, values[0], part)
         rows = reader(values, part)
-        return batching.leaves(apply.shared()(iter([rows])))
+        return batching.leaves(apply(iter([rows])))
 
 
 # ---- collections of outputs
@@ -341,21 +370,20 @@ def keyed_by_file(source: Source, apply: Apply, client: Client | Literal[False])
     a pair of the path or URL and the row in the file, counted from 0.
     """
     source.prepare(client)
-    packed_source = broadcast(Packed(source, "X"), client)
-    packed_apply = broadcast(Packed(apply, "model"), client)
+    shared = broadcast([Packed(source, "X"), Packed(apply, "model")], client)
     task, name = delayed(_pairs_of_files, pure=False), new_key("predict")
     return _bag(
         [
-            task(packed_source, packed_apply, part, dask_key_name=(name, part))
+            task(part, *shared, dask_key_name=(name, part))
             for part in range(source.parts)
         ]
     )
 
 
 def _pairs_of_files(
-    packed_source: Packed[Source], packed_apply: Packed[Apply], part: int
+    part: int, shared: InBlocks, *blocks: np.ndarray
 ) -> list[tuple[Any, Any]]:
-    source, apply = packed_source.shared(), packed_apply.shared()
+    source, apply = shared.unpacked(blocks)
     files = source.pieces(part)
     urls = [url for url, _ in files] or [source.name(part)]
     keys: list[Any] = []

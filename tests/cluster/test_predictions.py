@@ -29,14 +29,18 @@ def copies_there(name):
     return len({module.weight.data_ptr() for module in Tracked.held(name)})
 
 
-def model_of(client):
-    """The key of the only model on a cluster, and the workers that hold it."""
-    held = {
+def models_of(client):
+    """The keys of models on a cluster, or of their blocks, and who holds each."""
+    return {
         key: holders
         for key, holders in client.who_has().items()
         if str(key).startswith("daskdl-model-") and "block" not in str(key)
     }
-    ((key, holders),) = held.items()
+
+
+def model_of(client):
+    """The key of the only model on a cluster, and the workers that hold it."""
+    ((key, holders),) = models_of(client).items()
     return key, holders
 
 
@@ -84,6 +88,28 @@ def test_a_large_model_gives_no_warning_about_a_large_graph(client):
     output = daskdl.predict(model, da.from_array(X[:4], chunks=(2, 2)), client=client)
 
     assert client.compute(output[:, :2]).result().shape == (4, 2)
+
+
+def test_each_worker_has_a_block_of_a_large_model_to_pass_on():
+    model = nn.Linear(2, 2**19, bias=False)  # 4 MiB
+
+    with cluster_of(4, processes=False) as client:
+        rows = da.from_array(X[:4], chunks=(1, 2))
+        output = daskdl.predict(model, rows, client=client)
+
+        def all_made():
+            held = models_of(client).values()
+            return len(held) == 4 and all(held)
+
+        poll_for(all_made, timeout=30)
+        places = [worker for (worker,) in models_of(client).values()]
+        values = client.compute(output[:, -2:]).result()
+        workers = sorted(client.nthreads())
+        del output
+
+    assert sorted(places) == workers
+    weight = model.weight[-2:].detach().numpy()
+    np.testing.assert_allclose(values, X[:4] @ weight.T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -92,9 +92,25 @@ def routes_of(workers: Sequence[str]) -> dict[str, list[list[str]]]:
 
 
 def check_wait(timeout_s: float) -> None:
-    """Refuse what is no time to wait."""
+    """Raise a ValueError unless the number is a time to wait, seconds."""
     if not 0 <= timeout_s <= MAX_WAIT_S:
         raise ValueError(f"timeout_s must be in 0 .. {MAX_WAIT_S:g}, got {timeout_s}")
+
+
+class Signal:
+    """Wakes everyone who waits for a change, on one event loop."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake all that wait now."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Wait for the next `notify`."""
+        await self._event.wait()
 
 
 class ModelCopy:
@@ -114,7 +130,7 @@ class ModelCopy:
         self.forms = forms
         self.parts = [None] * count
         self.failed = False
-        self._changed = asyncio.Event()  # replaced after each change
+        self._changed = Signal()
         self._values: dict[str, Any] | None = None
         self._lock = threading.Lock()
 
@@ -126,12 +142,12 @@ class ModelCopy:
     def put(self, number: int, part: Any) -> None:
         """Add a part."""
         self.parts[number] = part
-        self.notify()
+        self._changed.notify()
 
-    def notify(self) -> None:
-        """Let the requests that wait for a part check again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def fail(self) -> None:
+        """End the waits for parts: no more parts arrive."""
+        self.failed = True
+        self._changed.notify()
 
     async def part(self, number: int) -> Any:
         """Return a part; None if it has not arrived within `WAIT_S`."""
@@ -148,7 +164,7 @@ class ModelCopy:
     def values(self, convert: Convert[T]) -> dict[str, T]:
         """Return what the first call makes of the arrays, by name.
 
-        So all replicas of a process share it.
+        All replicas of a process share it.
 
         Args:
             convert: Makes a value of an array that must not be changed: name and array.
@@ -176,22 +192,20 @@ class Copies:
     def __init__(self, transport: Transport) -> None:
         self.held = {}
         self._transport = transport
-        self._arrived = asyncio.Event()  # replaced when there is another copy
+        self._arrived = Signal()  # of another copy
 
     def hold(self, key: Key, forms: Sequence[Form], parts: int) -> ModelCopy:
         """Begin a copy; one that is here already stays."""
         if key not in self.held:
             self.held[key] = ModelCopy(forms, parts)
-            self._arrived.set()
-            self._arrived = asyncio.Event()
+            self._arrived.notify()
         return self.held[key]
 
     def _forget(self, key: Key) -> None:
         """Drop a copy, and end the waits for its parts."""
         copy = self.held.pop(key, None)
         if copy is not None:
-            copy.failed = True
-            copy.notify()
+            copy.fail()
 
     async def handle_part(self, run: RunId, secret: Token, number: Natural) -> Fields:
         """Return a part of a value; wait for it, but not for long."""
@@ -352,30 +366,28 @@ class Broadcast:
         holders: Workers that have it all, and the number of those that load it from
             each.
         sending: The request to each worker to load it.
+        changed: Tells of holders that come, go, or have served another worker.
     """
 
-    def __init__(
-        self, copy: ModelCopy, client: str, timeout_s: float, parts: int
-    ) -> None:
+    def __init__(self, copy: ModelCopy, client: str, timeout_s: float) -> None:
         self.copy: ModelCopy | None = copy
-        self.forms = copy.forms
-        self.parts = parts
+        self.forms, self.parts = copy.forms, len(copy.parts)
         self.client = client
         self.timeout_s = timeout_s
         self.holders: dict[str, int] = {}
         self.sending: dict[str, asyncio.Task[str]] = {}
-        self.changed = asyncio.Event()  # replaced after each change
+        self.changed = Signal()
 
 
 class SchedulerCopies(Copies):
     """What the scheduler holds until all workers have it, and who has it afterwards."""
 
     broadcasts: dict[Key, Broadcast]
+    _transport: SchedulerTransport
 
     def __init__(self, transport: SchedulerTransport) -> None:
         super().__init__(transport)
         self.broadcasts = {}
-        self._scheduler = transport
         self._dropping: set[asyncio.Task[None]] = set()
 
     # ---- requests of a client
@@ -390,13 +402,13 @@ class SchedulerCopies(Copies):
         timeout_s: float,
     ) -> Fields:
         """Announce a value; its parts come with `handle_put`."""
-        if not self._scheduler.has_client(client):
+        if not self._transport.has_client(client):
             raise ValueError(f"{client!r} is not a client of this cluster")
         check_wait(timeout_s)
         key = run, secret
         if key not in self.broadcasts:
             copy = self.hold(key, forms, parts)
-            self.broadcasts[key] = Broadcast(copy, client, timeout_s, parts)
+            self.broadcasts[key] = Broadcast(copy, client, timeout_s)
         return {}
 
     async def handle_put(
@@ -444,7 +456,7 @@ class SchedulerCopies(Copies):
         """Let one worker load a value; return the error, or nothing."""
         if worker in broadcast.holders:
             return ""
-        if not self._scheduler.has_worker(worker):
+        if not self._transport.has_worker(worker):
             return LEFT
         if broadcast.copy is not None:
             error = await self._ask(worker, key, broadcast, routes[worker])
@@ -452,7 +464,7 @@ class SchedulerCopies(Copies):
             error = await self._load_from_holders(worker, key, broadcast)
         if not error:
             broadcast.holders.setdefault(worker, 0)
-            self._notify(broadcast)
+            broadcast.changed.notify()
         return error
 
     async def _load_from_holders(
@@ -474,7 +486,7 @@ class SchedulerCopies(Copies):
         finally:
             if source in holders:  # it may have left
                 holders[source] -= 1
-                self._notify(broadcast)
+                broadcast.changed.notify()
 
     async def _ask(
         self, worker: str, key: Key, broadcast: Broadcast, routes: Sequence[Route]
@@ -497,10 +509,6 @@ class SchedulerCopies(Copies):
             return "it has no daskdl plugin; see its log"
         return "" if answer["status"] == Answer.OK else str(answer.get("reason"))
 
-    def _notify(self, broadcast: Broadcast) -> None:
-        broadcast.changed.set()
-        broadcast.changed = asyncio.Event()
-
     # ---- the end
 
     def release(self, key: Key) -> None:
@@ -515,7 +523,7 @@ class SchedulerCopies(Copies):
             broadcast.holders.pop(worker, None)
             if worker in broadcast.sending:
                 broadcast.sending[worker].cancel()
-            self._notify(broadcast)
+            broadcast.changed.notify()
 
     def client_removed(self, client: str, open_runs: Iterable[int]) -> None:
         """Drop what a client had sent for runs that have not opened."""
@@ -531,7 +539,7 @@ class SchedulerCopies(Copies):
             return
         for worker, sending in broadcast.sending.items():
             sending.cancel()
-            if not self._scheduler.has_worker(worker):
+            if not self._transport.has_worker(worker):
                 continue
             dropping = asyncio.ensure_future(
                 self._drop_on(worker, run, secret, broadcast.timeout_s)

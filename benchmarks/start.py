@@ -6,7 +6,9 @@ Counted:  From the call of `fit` until each replica has made its first step. The
           scheduler, the client and each worker are hosts of their own, network
           namespaces of this machine, whose links have one rate in each direction. A fit
           before it has imported and compiled everything. Copy is the bytes of the
-          parameters, divided by the rate; unlimited is the same fit without limits.
+          parameters, divided by the rate; unlimited is the same call without limits.
+          With `--calls evaluate`, the whole of an evaluation of few rows, of which each
+          worker has some.
 Needs:    Linux and root.
 Run:      python -m benchmarks start
 """
@@ -14,6 +16,7 @@ Run:      python -m benchmarks start
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -73,17 +76,34 @@ def start_s(client: Client, width: int, workers: int) -> float:
         return max(times) - began
 
 
+def evaluate_s(client: Client, width: int, workers: int) -> float:
+    """Seconds of an evaluation of a few rows on each worker."""
+    torch.manual_seed(0)
+    rows = 8 * workers
+    x, y = torch.randn(rows, FEATURES), torch.arange(rows) % CLASSES
+    evaluated, loss = model(width), nn.CrossEntropyLoss()
+    began = time.time()
+    daskdl.evaluate(evaluated, x, y, loss=loss, client=client, batch_size=1)
+    return time.time() - began
+
+
+CALLS = {"fit": start_s, "evaluate": evaluate_s}
+
+
 def serve(address: str, width: int, workers: int) -> None:
-    """Fit once for each line of the standard input; print the seconds."""
+    """Make the call that each line of the standard input names; print the seconds."""
     with Client(address, set_as_default=False) as client:
         client.wait_for_workers(workers, timeout=READY_S)
-        for _ in sys.stdin:
-            print(start_s(client, width, workers), flush=True)
+        for line in sys.stdin:
+            print(CALLS[line.strip()](client, width, workers), flush=True)
 
 
 @contextlib.contextmanager
 def cluster(place: Place, width: int) -> Iterator[Any]:
-    """A function that lets a client on a host of its own fit, and returns seconds."""
+    """A function that lets a client on a host of its own make one of `CALLS`.
+
+    It returns seconds.
+    """
     addresses = place.addresses
     port = f"--port={PORT}"
     python = [sys.executable, "-m"]
@@ -113,12 +133,12 @@ def cluster(place: Place, width: int) -> Iterator[Any]:
         asked = [scheduler, str(width), str(workers)]
         client = begin(CLIENT, "benchmarks.start", *asked, **pipes)
 
-        def fit() -> float:
-            client.stdin.write("\n")
+        def call(name: str) -> float:
+            client.stdin.write(f"{name}\n")
             client.stdin.flush()
             return float(client.stdout.readline())
 
-        yield fit
+        yield call
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -126,19 +146,21 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for workers in asked.workers:
         with (
             hosts(FIRST_WORKER + workers, loopback=False) as place,
-            cluster(place, asked.width) as fit,
+            cluster(place, asked.width) as call,
         ):
-            fit()
-            for rate in asked.rates:
+            for name, rate in itertools.product(asked.calls, asked.rates):
+                place.limit(UNLIMITED)
+                call(name)
                 rounds = []
                 for _ in range(asked.runs):
                     place.limit(UNLIMITED)
-                    unlimited_s = fit()
+                    unlimited_s = call(name)
                     place.limit(f"{rate}mbit")
-                    rounds.append({"unlimited": unlimited_s, "seconds": fit()})
+                    rounds.append({"unlimited": unlimited_s, "seconds": call(name)})
                 copy_s = nbytes * 8 / (rate * 1e6)
                 numbers = medians(rounds)
                 yield {
+                    "call": name,
                     "workers": workers,
                     "mbit": rate,
                     "mb": nbytes / 1e6,
@@ -152,8 +174,14 @@ QUESTION = Question(
     "start",
     __doc__,
     rows,
-    "workers:d mbit:d mb:.1f copy:.2f seconds:.2f unlimited:.2f times:.2f",
-    {"--workers": [2, 4, 8], "--rates": [10], "--width": 640, "--runs": 3},
+    "call workers:d mbit:d mb:.1f copy:.2f seconds:.2f unlimited:.2f times:.2f",
+    {
+        "--calls": {"nargs": "+", "choices": CALLS, "default": ["fit"]},
+        "--workers": [2, 4, 8],
+        "--rates": [10],
+        "--width": 640,
+        "--runs": 3,
+    },
 )
 
 if __name__ == "__main__":  # the client, on a host of its own

@@ -42,7 +42,8 @@ def cluster_on_device(workers):
 def tensor_bytes():
     """Bytes of the tensors of this process on the device.
 
-    On the CPU, of those that Python's collector knows.
+    On the CPU, of those that Python's collector knows, without the tensors that have
+    no memory, which `torch.export` keeps.
     """
     gc.collect()
     if DEVICE.type == "cuda":
@@ -51,8 +52,8 @@ def tensor_bytes():
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()  # memory that several streams have used is freed late
         return torch.cuda.memory_allocated(DEVICE)
-    tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
-    return sum(tensor.nbytes for tensor in tensors)
+    kinds = torch.Tensor, torch.nn.Parameter
+    return sum(thing.nbytes for thing in gc.get_objects() if type(thing) in kinds)
 
 
 class SeenDevices(nn.CrossEntropyLoss):

@@ -795,13 +795,14 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         fields = {"run": run, "secret": secret, "replica": replica, "token": token}
 
         async def tell() -> None:
-            async with asyncio.timeout(timeout_s):
-                await self._transport.ask(None, FAIL, failure=dict(failure), **fields)
-                await self._transport.ask(None, LEAVE, **fields)
+            await self._transport.ask(None, FAIL, failure=dict(failure), **fields)
+            await self._transport.ask(None, LEAVE, **fields)
 
+        telling = asyncio.run_coroutine_threadsafe(tell(), self._transport.loop)
         try:
-            asyncio.run_coroutine_threadsafe(tell(), self._transport.loop).result()
+            telling.result(timeout_s)
         except OSError as error:  # a TimeoutError is one
+            telling.cancel()
             logger.info("replica %s of run %s: %s", replica, run_id(run), error)
 
 

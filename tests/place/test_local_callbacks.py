@@ -151,6 +151,7 @@ class TestHooks:
 
 
 HERE = threading.local()  # the module that a replica trains
+BEGUN = threading.Event()  # the replica that is changed has made a step
 AHEAD = threading.Event()  # the other replica has made steps of the second epoch
 
 
@@ -176,6 +177,10 @@ class Nudges(Callback):
     def on_step_end(self, step):
         if self.hook == "step" and (step.replica, step.number) == (0, 3):
             self.nudge()
+        if self.hook == "epoch" and step.epoch == 0:
+            if step.replica == 0:
+                BEGUN.set()
+            assert BEGUN.wait(30)
         self.ahead += (step.replica, step.epoch) == (1, 1)
         if self.ahead == 5:
             AHEAD.set()
@@ -224,6 +229,7 @@ class TestChanges:
     def test_changes_of_a_callback_reach_the_other_replica(
         self, hook, staleness, dtype, options
     ):
+        BEGUN.clear()
         AHEAD.clear()
         options = {**options, "max_staleness": staleness}
         plain = self.trained(dtype, **options)

@@ -15,7 +15,8 @@ from torch import nn
 from torchmetrics.classification import MulticlassAUROC
 
 import daskdl
-from tests.support.clusters import MeetInPass, still_left_behind
+from tests.support.clusters import still_left_behind
+from tests.support.recording import MeetInPass
 
 GENERATOR = np.random.default_rng(0)
 ROWS = 1000

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from tests.support.clusters import MeetInPass, cluster_of, still_left_behind
+from tests.support.clusters import cluster_of, still_left_behind
+from tests.support.recording import MeetInPass
 from tests.support.scored import (
     CHUNKS,
     CLOSE,

@@ -14,8 +14,7 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
-from distributed import Client, LocalCluster, get_client, get_worker
-from distributed.utils_test import poll_for
+from distributed import Client, LocalCluster, get_client
 from torch import nn
 
 from daskdl import Callback
@@ -151,25 +150,6 @@ class TookPart(Callback):
 
 def enough():
     raise EnoughError
-
-
-class MeetInPass:
-    """A transform of a pass over data: waits until so many workers have applied it.
-
-    Which worker gets a part depends on how long the parts before it take.
-    """
-
-    def __init__(self, folder, workers):
-        self._folder, self._workers = folder, workers
-
-    def __call__(self, batch):
-        try:
-            worker = get_worker()
-        except ValueError:  # the client tries it, too
-            return batch
-        (self._folder / worker.id).touch()
-        poll_for(lambda: len(list(self._folder.iterdir())) == self._workers, 60)
-        return batch
 
 
 class Tracked(nn.Module):

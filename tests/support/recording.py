@@ -12,6 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from distributed import get_worker
+from distributed.utils_test import poll_for
 
 from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, codec
 from daskdl.channel.base import Channel
@@ -374,6 +376,25 @@ class Recorded(TrainingMaster):
 def executed(client):
     """How many tasks each worker has done so far."""
     return client.run(lambda dask_worker: dask_worker.state.executed_count)
+
+
+class MeetInPass:
+    """A transform of a pass over data: waits until so many workers have applied it.
+
+    Which worker gets a part depends on how long the parts before it take.
+    """
+
+    def __init__(self, folder, workers):
+        self._folder, self._workers = folder, workers
+
+    def __call__(self, batch):
+        try:
+            worker = get_worker()
+        except ValueError:  # the client tries it, too
+            return batch
+        (self._folder / worker.id).touch()
+        poll_for(lambda: len(list(self._folder.iterdir())) == self._workers, 60)
+        return batch
 
 
 def records(folder, epoch):

@@ -3,9 +3,11 @@
 Hides whether replicas are threads of one process or run on Dask workers.
 """
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -342,12 +344,17 @@ class Channel(ABC):
         lead = inbox.lead(step, interval)
         if max_staleness is None or lead <= max_staleness:
             return lead
-        self._wait_for_others(
-            WaitCause.STALENESS,
-            lambda: inbox.lead(step, interval) <= max_staleness,
-            lambda: {peer: p.step for peer, p in inbox.peers.progress.items()},
-        )
+        with self._needing(step - max_staleness):
+            self._wait_for_others(
+                WaitCause.STALENESS,
+                lambda: inbox.lead(step, interval) <= max_staleness,
+                lambda: {peer: p.step for peer, p in inbox.peers.progress.items()},
+            )
         return inbox.lead(step, interval)
+
+    def _needing(self, step: int) -> AbstractContextManager[None]:
+        """Let a relay that merges updates know that this replica waits for a step."""
+        return contextlib.nullcontext()
 
     def wait(self, cause: WaitCause, future: Any, timeout_s: float | None) -> bool:
         """Wait for a future of another thread.

@@ -163,9 +163,10 @@ class RunSpec:
         title: Describes the model, for the dashboard.
         payload_bytes: Bound of what a replica sends at a barrier or with a lease.
         secret: In each request about the run, see `check_secret`.
-        merge_s: Longest time that updates wait in the relay, to be sent as their sum,
-            seconds; 0: they do not wait, and are sent one by one. No effect if
-            replicas are synchronous: sums would round local otherwise.
+        merge_s: Longest time that updates wait in the relay for those of the other
+            replicas, to be sent as their sum, seconds; see `RunState.due`. 0: they do
+            not wait, and are sent one by one. No effect if replicas are synchronous:
+            sums would round local otherwise.
     """
 
     run: RunId

@@ -5,10 +5,11 @@ or the connection to the scheduler fails.
 """
 
 import concurrent.futures
+import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,19 @@ class RemoteChannel(Channel):
     def _last_seen(self) -> str:
         scheduler = f"the scheduler {self._connection.since_answer_s():.1f} s ago"
         return "; ".join(filter(None, [scheduler, super()._last_seen()]))
+
+    @override
+    @contextlib.contextmanager
+    def _needing(self, step: int) -> Iterator[None]:
+        if not self.merges:
+            yield
+            return
+        self._routing.needed_step = step
+        self._routing.to_scheduler.wake()
+        try:
+            yield
+        finally:
+            self._routing.needed_step = 0
 
     # ---- requests
 

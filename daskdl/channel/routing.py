@@ -151,6 +151,8 @@ class ToScheduler(Destination):
         progress, acknowledgement = routing.inbox.progress, routing.acknowledgement()
         if len(messages) != len(self.outbox):
             progress = PeerProgress()
+        step = routing.needed_step
+        needed = {"needed_step": step} if step else {}
         answer = await self._connection.ask(
             None,
             protocol.PUBLISH,
@@ -159,6 +161,7 @@ class ToScheduler(Destination):
             progress=progress,
             steps=routing.inbox.steps,
             leaves=routing.leaving,
+            **needed,
             **acknowledgement,
             **routing.take_live(),
         )
@@ -274,6 +277,8 @@ class Routing(ABC):
         to_scheduler: Sends heartbeats, whatever the routing.
         leaving: Whether this replica has published its last update; the scheduler
             accepts it even if a queue is full.
+        needed_step: This replica waits until all others have reached this step, of
+            which a relay that merges updates has to know; 0: it does not wait.
         live: The newest report for the dashboard, until it is sent.
     """
 
@@ -284,6 +289,7 @@ class Routing(ABC):
     others_kept: RetransmitBuffer
     to_scheduler: ToScheduler
     leaving: bool
+    needed_step: int
     live: deque[LiveReport]
 
     def __init__(self, connection: Connection, inbox: Inbox) -> None:
@@ -295,6 +301,7 @@ class Routing(ABC):
         self.own_kept = RetransmitBuffer(spec.outbox_bytes, evicts=self.relayed)
         self.others_kept = RetransmitBuffer(spec.inbox_bytes)
         self.leaving = False
+        self.needed_step = 0
         self.live = deque(maxlen=1)
         self.to_scheduler = ToScheduler(
             self,

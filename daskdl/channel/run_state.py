@@ -4,6 +4,7 @@ A request is a method call; its effects are the messages in `RunState.outboxes` 
 events in `RunState.events`. No I/O, no clock, no thread.
 """
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -62,6 +63,7 @@ class MemberState:
         why: Why it has gone, or is about to go.
         failed: Whether it was lost, or has raised an error.
         token: Sent with each request of the replica; None before the first request.
+        needed_step: It waits until all others have reached this step; 0: it does not.
     """
 
     worker: str
@@ -80,6 +82,7 @@ class MemberState:
     why: str = ""
     failed: bool = False
     token: int | None = None
+    needed_step: int = 0
 
     def advance(self, *reached: int) -> None:
         """Raise the step, sequence and interval; late messages change nothing."""
@@ -298,10 +301,11 @@ class RunState:
         report: The last epoch's end: "payloads", each ``[replica, payload]``, and the
             work "departed"; empty before the first.
         holding: Whether updates are held back, see `_complete`.
-        waiting: Updates and progress that wait for others, to be sent with them;
-            replaced by `send_waiting`.
+        waiting: Updates and progress that wait for others, to be sent with them, and
+            other messages that must not overtake these; replaced by `send_waiting`.
         on_waiting: Called when the first of these begins to wait: `send_waiting` must
-            be called soon.
+            be called in `RunSpec.merge_s` seconds.
+        on_due: Called when they need not wait any longer, see `due`.
     """
 
     spec: RunSpec
@@ -321,6 +325,7 @@ class RunState:
     holding: bool
     waiting: list[Message]
     on_waiting: Callable[[], object]
+    on_due: Callable[[], object]
 
     def __init__(self, spec: RunSpec, now: float = 0.0) -> None:
         self.spec = spec
@@ -342,9 +347,10 @@ class RunState:
         self.interval = 0
         self.report = {}
         self.holding = False
-        self.on_waiting = lambda: None
+        self.on_waiting = self.on_due = lambda: None
         self.waiting = []
         self._waiting_bytes = 0
+        self._urgent = False  # what waits need not wait any longer
         # By replica, number of messages in its queue so far with each sum that has
         # updates of the replica itself, and the number of these updates.
         self._echoes: dict[int, deque[tuple[int, int]]] = {}
@@ -494,20 +500,63 @@ class RunState:
         self._complete_barriers()
 
     def _send(self, message: Message, but: int | None = None) -> None:
+        merges = self.spec.merges and message.kind != MessageKind.STOP
         # Those that were held back may be in steps of an earlier grid.
-        if self.spec.merges and not self._held and message.kind in MERGEABLE:
+        if merges and not self._held and (self.waiting or message.kind in MERGEABLE):
             self.waiting.append(message)
             self._waiting_bytes += message.nbytes + MESSAGE_BYTES
             if len(self.waiting) == 1:
                 self.on_waiting()
+            if message.kind not in MERGEABLE:
+                self.on_due()
             return
         self.send_waiting()  # it must not overtake them
+        self._deliver(message, but)
+
+    def _deliver(self, message: Message, but: int | None) -> None:
         for replica, box in self.outboxes.items():
             if replica != but:
                 box.append(message)
 
+    @property
+    def due(self) -> bool:
+        """Whether what waits should be sent now, as it waits in vain or is needed.
+
+        That is the case if each replica that trains has an update in it, but for those
+        that have completed the sync interval and send no more; if the wait of a replica
+        for the slowest one would end; if it takes the room of another update; if a
+        message must follow it; and if replicas have met at a barrier.
+        """
+        if self._urgent or not self.waiting:
+            return self._urgent
+        kinds = {message.kind for message in self.waiting}
+        updates = (m for m in self.waiting if m.kind == MessageKind.UPDATE)
+        origins = {message.origin for message in updates}
+        busy = self._busy_steps()
+        return (
+            not kinds.issubset(MERGEABLE)
+            or len(origins) >= len(busy)
+            or bool(self._ended_waits(busy))
+        )
+
+    def _busy_steps(self) -> list[int]:
+        """Steps of the replicas that have not completed the sync interval."""
+        progress = (reached for _, reached in self.training_progress())
+        return [step for step, _, interval in progress if interval < self.interval]
+
+    def _ended_waits(self, busy: Sequence[int]) -> list[MemberState]:
+        """Replicas whose waits all that was published so far ends."""
+        slowest = min(busy, default=math.inf)
+        members = self.members.replicas.values()
+        return [m for m in members if 0 < m.needed_step <= slowest and not m.gone]
+
+    def next_waiting(self) -> list[Message]:
+        """Return what of `waiting` can be sent at once: up to other messages."""
+        sent = list(itertools.takewhile(lambda m: m.kind in MERGEABLE, self.waiting))
+        return sent or self.waiting[:1]
+
     def send_waiting(self, together: Sequence[Message] = (), count: int = 0) -> None:
-        """Send updates that wait for others, and the progress that waits with them.
+        """Send updates that wait for others, and what waits with them.
 
         Replicas that train get the sum, even the origins of its updates. Joining ones
         get the updates: a snapshot may contain some of them.
@@ -515,11 +564,28 @@ class RunState:
         Args:
             together: The updates among the first `count` of `waiting`, merged. By
                 default all that wait are sent one by one.
-            count: Number of messages.
+            count: Number of messages, see `next_waiting`.
         """
-        sent = self.waiting[: count or None]
-        self.waiting = self.waiting[len(sent) :]
+        if not self.waiting:
+            return
+        left = len(self.waiting) - count if count else 0
+        while len(self.waiting) > left:
+            sent = self.waiting[:count] if count else self.next_waiting()
+            self.waiting = self.waiting[len(sent) :]
+            if sent[0].kind in MERGEABLE:
+                self._send_together(sent, together)
+            else:
+                self._deliver(sent[0], None)
         self._waiting_bytes = sum(m.nbytes + MESSAGE_BYTES for m in self.waiting)
+        self._urgent = False
+        if self.waiting:
+            self.on_waiting()
+        else:
+            self._forget_waits()
+
+    def _send_together(
+        self, sent: Sequence[Message], together: Sequence[Message]
+    ) -> None:
         updates = [m for m in sent if m.kind == MessageKind.UPDATE]
         by_origin = Counter(message.origin for message in updates)
         progress = {m.origin: m for m in sent if m.kind == MessageKind.PROGRESS}
@@ -533,8 +599,11 @@ class RunState:
                 if is_sum and by_origin[replica]:
                     echoes = self._echoes.setdefault(replica, deque(maxlen=RECENT))
                     echoes.append((box.added, by_origin[replica]))
-        if self.waiting:
-            self.on_waiting()
+
+    def _forget_waits(self) -> None:
+        """Forget the waits that end with what was sent: their replicas go on."""
+        for member in self._ended_waits(self._busy_steps()):
+            member.needed_step = 0
 
     def _coming_back(self, origin: int) -> int:
         """Number of updates that wait, or that their origin has not got in a sum."""
@@ -575,6 +644,7 @@ class RunState:
         progress: PeerProgress,
         *,
         leaves: bool = False,
+        needed_step: int = 0,
     ) -> int:
         """Queue a replica's updates for all others, in order, while there is room.
 
@@ -588,12 +658,30 @@ class RunState:
             progress: Its progress with these.
             leaves: The replica leaves: accept its last updates without room, up to
                 `EXCESS_UPDATES` and, beyond these, up to `EXCESS_BYTES`.
+            needed_step: The replica waits until all others have reached this step; 0:
+                it does not wait.
 
         Returns:
             Number of accepted updates; the replica has to retransmit the rest.
         """
+        messages = list(messages)
+        accepted = self._accept(origin, messages, leaves=leaves)
         member = self.members.replicas[origin]
-        messages, last = list(messages), member.progress.sequence
+        member.needed_step = needed_step
+        if accepted == len(messages):
+            self._announce(origin, progress)
+        if self.waiting:
+            self._urgent |= accepted < len(messages)
+            if self.due:
+                self.on_due()
+        elif needed_step:
+            self._forget_waits()
+        return accepted
+
+    def _accept(self, origin: int, messages: Sequence[Message], *, leaves: bool) -> int:
+        """Accept updates of a replica while there is room; return their number."""
+        member = self.members.replicas[origin]
+        last = member.progress.sequence
         for message in messages if self.spec.relayed else ():
             if message.sequence > last + 1:  # a retransmitted one may be earlier
                 raise ValueError(
@@ -616,6 +704,11 @@ class RunState:
                 self._send(message, but=origin)
             member.advance(message.step, message.sequence, -1)
             accepted += 1
+        return accepted
+
+    def _announce(self, origin: int, progress: PeerProgress) -> None:
+        """Announce progress of a replica that no update has announced."""
+        member = self.members.replicas[origin]
         before = member.progress
         member.advance(progress.step, 0, progress.interval)
         if member.progress != before:  # not announced by an update
@@ -628,7 +721,6 @@ class RunState:
                 payload=interval,
             )
             self._send(announced, but=origin)
-        return accepted
 
     def acknowledge(
         self,
@@ -771,6 +863,9 @@ class RunState:
             self.interval += 1
             self._interval_began_at = None
             self.leases["train"].begin_interval()
+        if self.waiting:
+            self._urgent = True
+            self.on_due()
 
     def _end_epoch(self, key: str, barrier: BarrierState) -> None:
         barrier.counted = {

@@ -219,7 +219,8 @@ class LiveRun:
         self._removals: dict[int, asyncio.Task[None]] = {}  # of removed workers
         self._watchdog = asyncio.ensure_future(self._watch())
         self._merging: asyncio.Task[None] | None = None
-        self.state.on_waiting = self._begin_merging
+        self._due = asyncio.Event()  # what waits to be merged waits no longer
+        self.state.on_waiting, self.state.on_due = self._begin_merging, self._due.set
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -246,18 +247,23 @@ class LiveRun:
             self._merging = asyncio.ensure_future(run_reporting(self._merge, failed))
 
     async def _merge(self) -> None:
-        state = self.state
+        state, began_at = self.state, self.now()
         while state.waiting:
-            await asyncio.sleep(state.spec.merge_s)
-            waiting, count = state.waiting, len(state.waiting)
-            updates = [m for m in waiting if m.kind == MessageKind.UPDATE]
+            self._due.clear()
+            if not state.due:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(began_at + state.spec.merge_s):
+                        await self._due.wait()
+            began_at = self.now()  # others come while these are merged
+            waiting, sent = state.waiting, state.next_waiting()
+            updates = [m for m in sent if m.kind == MessageKind.UPDATE]
             merge = functools.partial(merged, updates, state.spec.run)
             if sum(update.nbytes for update in updates) > INLINE_BYTES:
                 together = await asyncio.to_thread(merge)
             else:
                 together = merge()
             if state.waiting is waiting:  # else they have been sent one by one
-                state.send_waiting(together, count)
+                state.send_waiting(together, len(sent))
 
     async def until(
         self, ready: Callable[[], bool], timeout_s: float | None = None
@@ -510,13 +516,15 @@ class LiveRun:
         live: LiveReport | None = None,
         leaves: bool = False,
         steps: Natural = 0,
+        needed_step: Natural = 0,
     ) -> Fields:
         """Accept a replica's updates for all others, or only a heartbeat.
 
         In a mesh there is an acknowledgement, updates only from a replica that leaves,
         and the answer contains the progress of all replicas that train. With `leaves`,
         the last updates of the replica are accepted even if a queue is full. `steps`
-        are those that the replica has taken, which messages about it name.
+        are those that the replica has taken, which messages about it name. With a
+        `needed_step`, it waits until all others have reached that.
         """
         state = self.state
         member = state.members.taking_part(replica)
@@ -532,7 +540,9 @@ class LiveRun:
             self.record.report(replica, live, self.now())
         accepted = 0
         if messages or acknowledgement is None:
-            accepted = state.publish(replica, messages, progress, leaves=leaves)
+            accepted = state.publish(
+                replica, messages, progress, leaves=leaves, needed_step=needed_step
+            )
         if acknowledgement is None:
             return {"accepted": accepted}
         received = dict(acknowledgement["received"])

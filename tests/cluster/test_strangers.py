@@ -195,6 +195,7 @@ class Attack:
             "messages": [["update", 0, 1, 0, 4, b"junk", 0]],
             "progress": [0, 0, -1],
             "steps": 0,
+            "needed_step": 0,
             "acknowledgement": {
                 "generation": 0,
                 "adopted_at": 0,

@@ -83,14 +83,15 @@ def framed_update(origin, sequence, *positions, step=1):
     return Message.update(stamp, step, len(frame), frame)
 
 
-def merging(**options):
-    return joined(**{"merge_s": 0.1, "relay_bytes": 2**20, **options})
+def merging(replicas=3, **options):
+    return joined(replicas, **{"merge_s": 0.1, "relay_bytes": 2**20, **options})
 
 
 def send_merged(state):
     """Send what waits as a scheduler does after a while."""
-    updates = [m for m in state.waiting if m.kind == "update"]
-    state.send_waiting(merged(updates, SPEC.run), len(state.waiting))
+    sent = state.next_waiting()
+    updates = [m for m in sent if m.kind == "update"]
+    state.send_waiting(merged(updates, SPEC.run), len(sent))
 
 
 def publish_one_each(state, sequence=1):
@@ -188,17 +189,125 @@ def test_a_replica_that_joins_gets_updates_and_none_from_before():
     [
         (lambda state: arrive(state, "end", 0, 1, 2, kind="agree"), "passed on"),
         (lambda state: state.lose(2, "it is gone", 100.0), "failed"),
-        (lambda state: state.stop("enough"), "stop"),
     ],
-    ids=["barrier", "loss", "end"],
+    ids=["barrier", "loss"],
 )
-def test_what_waits_is_sent_before_other_news(happens, follows):
+def test_news_follow_the_sum_of_what_waits_and_what_comes_later_follows_them(
+    happens, follows
+):
+    state = merging()
+    publish(state, 1)
+    publish(state, 0)
+    due = counted(state)
+
+    happens(state)
+    assert due
+    assert not queued(state, 0)
+    publish(state, 0, 2)
+    while state.waiting:
+        send_merged(state)
+
+    assert [m.kind for m in queued(state, 1)][:2] == ["sum", follows]
+    if follows == "failed":
+        assert [m.kind for m in queued(state, 1)][2:] == ["update"]
+
+
+def test_a_run_that_stops_does_not_wait():
     state = merging()
     publish_one_each(state)
 
-    happens(state)
+    state.stop("enough")
 
-    assert [m.kind for m in queued(state, 0)][:3] == ["update", "update", follows]
+    assert [m.kind for m in queued(state, 0)] == ["update", "update", "stop"]
+
+
+def counted(state):
+    """A list that grows whenever what waits is due."""
+    calls = []
+    state.on_due = lambda: calls.append(state.due)
+    return calls
+
+
+def publish(state, origin, sequence=1, **options):
+    message = framed_update(origin, sequence, origin, step=sequence)
+    progress = PeerProgress(sequence, sequence)
+    assert state.publish(origin, [message], progress, **options)
+
+
+def test_updates_wait_until_each_replica_has_sent_one():
+    state = merging()
+    due = counted(state)
+    publish(state, 0)
+    publish(state, 1)
+    publish(state, 1, 2)
+    before = list(due)
+
+    publish(state, 2)
+
+    assert (before, due) == ([], [True])
+
+
+def test_updates_wait_for_no_replica_that_joins_has_gone_or_completed_the_interval():
+    state = merging(4)
+    state.join(state.members.assign("tcp://new"), 100.0, Outbox(2**20))
+    state.publish(0, [], PeerProgress(4, 0, 0))
+    state.lose(1, "it is gone", 100.0)
+    state.send_waiting()
+    publish(state, 2)
+    before = state.due
+
+    publish(state, 3)
+
+    assert (before, state.due) == (False, True)
+
+
+def test_what_ends_the_wait_of_a_replica_is_sent():
+    state = merging()
+    publish(state, 0, needed_step=3)
+    state.publish(0, [], PeerProgress(5, 1), needed_step=3)
+    state.publish(1, [], PeerProgress(4, 0))
+    state.publish(2, [], PeerProgress(2, 0))
+    before = state.due
+    state.publish(2, [], PeerProgress(3, 0))
+    assert (before, state.due) == (False, True)
+    send_merged(state)
+
+    state.publish(2, [], PeerProgress(4, 0))
+
+    assert not state.due  # the wait is over
+
+
+def test_a_wait_that_has_ended_before_its_replica_says_so_needs_nothing():
+    state = merging()
+    for replica in (0, 1, 2):
+        state.publish(replica, [], PeerProgress(5, 0))
+    state.send_waiting()
+    state.publish(0, [], PeerProgress(5, 0), needed_step=3)
+
+    publish(state, 1)
+
+    assert not state.due
+
+
+def test_updates_do_not_wait_if_they_leave_no_room():
+    size = framed_update(0, 1, 0).nbytes + MESSAGE_BYTES
+    state = merging(relay_bytes=size)
+    due = counted(state)
+    publish(state, 0)
+
+    assert state.publish(1, [framed_update(1, 1, 0)], PeerProgress(1, 1)) == 0
+
+    assert due == [True]
+
+
+def test_updates_do_not_wait_when_replicas_meet():
+    state = merging()
+    publish(state, 0)
+    due = counted(state)
+
+    arrive(state, "start", 0, 1, 2)
+
+    assert due == [True]
 
 
 def test_updates_that_come_back_slowly_find_no_room():

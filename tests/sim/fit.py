@@ -128,7 +128,8 @@ class Setup:
         stops: After which steps a callback stops the fit, counted over all replicas.
         start_s: Longest time until a task starts.
         build_s: Longest time that a replica takes to build its model.
-        merge_s: How long updates wait in a relay for others, to be sent as their sum.
+        merge_s: Longest time that updates wait in a relay for others, to be sent as
+            their sum.
         forgets: Share of own updates that a replica no longer keeps when it has to
             subtract them from a sum.
         inline_bytes: Larger updates are decoded, and sums made and read, in a thread.

@@ -139,13 +139,33 @@ MUTATIONS = {
     ),
     "what waits in a relay is dropped": Mutation(
         "daskdl.channel.run_state",
-        "        self.send_waiting()  # it must not overtake them\n",
-        "        self.waiting = []\n",
+        "                self._send_together(sent, together)",
+        "                self._send_together(sent if together else [], together)",
     ),
     "news overtake what waits in a relay": Mutation(
         "daskdl.channel.run_state",
-        "        self.send_waiting()  # it must not overtake them\n",
+        "            self.waiting.append(message)",
+        "            self.waiting.insert(0, message)",
+    ),
+    "news wait in a relay until others come": Mutation(
+        "daskdl.channel.run_state",
+        "            not kinds.issubset(MERGEABLE)",
+        "            False and kinds",
+    ),
+    "what a replica waits for waits in a relay": Mutation(
+        "daskdl.channel.run_state",
+        "            or bool(self._ended_waits(busy))",
         "",
+    ),
+    "an update waits in a relay for replicas that send no more": Mutation(
+        "daskdl.channel.run_state",
+        " if interval < self.interval]",
+        " if interval is not None]",
+    ),
+    "an update waits for room that others take until they are merged": Mutation(
+        "daskdl.channel.run_state",
+        "            self._urgent |= accepted < len(messages)",
+        "            pass",
     ),
     # ---- replicas that are lost
     "survivors keep different updates of a lost replica": Mutation(

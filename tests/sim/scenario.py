@@ -554,7 +554,8 @@ def damaged(drawn, chance):
 
 
 MERGED = 0.5  # share of the seeds in which a relay merges updates
-MERGE_S = 0.02, 0.1, 0.3
+# The longest is longer than any replica may wait for another one.
+MERGE_S = 0.02, 0.3, 60.0
 # A replica subtracts its own updates from sums, so it has to keep the latest of them.
 MERGED_INBOX_BYTES = 16 * (FRAME_BYTES + MESSAGE_BYTES)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from daskdl import codec
+from daskdl import FixedThreshold, GradientSharing, KeepResidual, codec
 from daskdl.channel import scheduler
 from daskdl.channel.merging import merged
 from daskdl.channel.protocol import Message, MessageKind, wrap
@@ -13,6 +13,7 @@ from tests.sim.fit import Cluster, Setup
 from tests.support.channels import (
     RUN,
     a_run,
+    begin,
     frame_of,
     in_thread,
     publish,
@@ -141,6 +142,35 @@ async def test_a_damaged_sum_is_counted_and_its_updates_are_requested(c, s, a, b
         await wait_until(lambda: run.received(1, 0) == (1, ()))
         assert counts(run.channels[1].drain()) == [1, 0, 0]
         assert run.channels[1].stats().refused == 1
+
+
+@simulated(3)
+async def test_what_a_replica_waits_for_does_not_wait_in_the_relay(c, s, *workers):
+    async with a_run(c, s, *workers, merge_s=1000.0) as run:
+        ahead, slow, slowest = run.channels.values()
+        ahead.progress(3)
+        waiting = begin(ahead.wait_for_peers, 3, 0, 1)
+        await wait_until(lambda: run.record.members.replicas[0].needed_step == 2)
+        slow.progress(2)
+        assert publish(slowest, 1, step=2)
+
+        assert await waiting == 1
+
+
+def test_nothing_waits_in_vain_for_others_to_be_merged():
+    """It would wait for longer than any replica waits."""
+    master = GradientSharing(
+        FixedThreshold(2.0**-6), KeepResidual(), exchange_every=4, max_staleness=1
+    )
+    setup = Setup(workers=6, merge_s=1000.0, master=master, step_s={0: 0.02, 1: 0.2})
+    cluster = Cluster(3, setup)
+    try:
+        cluster.fit(LIMIT_S)
+    finally:
+        cluster.close()
+
+    assert cluster.client.error is None
+    assert cluster.oracle.checks["updates taken in sums"] > 0
 
 
 def kinds(requests):

@@ -234,7 +234,7 @@ def settings(replicas, pieces=None, relay_bytes=2**20, **options):
     names = {"min_replicas", "synchronous", "intervals", "merge_s"} & options.keys()
     plan = {name: options.pop(name) for name in names}
     spec = dataclasses.replace(SPEC, **{"timeouts": TIMEOUTS, "fan_out": 1, **options})
-    return spec, plan_of(
+    run = plan_of(
         replicas,
         pieces or {"train": ()},
         spec.timeouts,
@@ -243,6 +243,7 @@ def settings(replicas, pieces=None, relay_bytes=2**20, **options):
         relayed=ROUTINGS[spec.routing].relayed,
         **plan,
     )
+    return dataclasses.replace(spec, merges=run.merges), run
 
 
 def token_of(replica):

@@ -127,7 +127,12 @@ def sizes(client: Client, cluster: Any, wanted: Sequence[int]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _open_run(
-    client: Client, places: Mapping[int, str], size: int, routing: str, rows: int
+    client: Client,
+    places: Mapping[int, str],
+    size: int,
+    routing: str,
+    rows: int,
+    merge_s: float,
 ) -> Iterator[Callable[[int], ChannelSpec]]:
     client.register_plugin(ChannelSchedulerPlugin())
     client.register_plugin(ChannelWorkerPlugin())
@@ -146,6 +151,7 @@ def _open_run(
         "timeouts": vars(timeouts),
         "relayed": ROUTINGS[routing].relayed,
         "intervals": WHOLE_EPOCHS,
+        "merge_s": merge_s,
     }
     client.sync(client.scheduler.daskdl_open, spec=spec, client=client.id)
     limits = OUTBOX_BYTES, INBOX_BYTES
@@ -159,6 +165,7 @@ def _open_run(
             timeouts,
             routing,
             secret=secret,
+            merges=merge_s > 0 and ROUTINGS[routing].relayed,
         )
     finally:
         client.sync(getattr(client.scheduler, protocol.CLOSE), run=run, secret=secret)
@@ -212,6 +219,7 @@ def run_members(
     function: Any,
     *more: Any,
     rows: int = 0,
+    merge_s: float = 0.0,
 ) -> tuple[list[Any], Usage]:
     """Call ``function(spec, *more)`` for each member of a run, at the same time.
 
@@ -223,6 +231,7 @@ def run_members(
         function: What each member does.
         *more: Further arguments of `function`.
         rows: Rows to lease, of an epoch.
+        merge_s: Longest time that updates wait to be sent as sums, see `RunSpec`.
 
     Returns:
         What the members return, and what all processes have used meanwhile.
@@ -242,7 +251,7 @@ def run_members(
         return float(times.user + times.system)
 
     places = spread(client, members)
-    with _open_run(client, places, size, routing, rows) as spec:
+    with _open_run(client, places, size, routing, rows, merge_s) as spec:
         workers = [
             psutil.Process(process_id) for process_id in client.run(pid).values()
         ]

@@ -22,14 +22,21 @@ Counted:  Each member of a run leases rows, sleeps in place of a step, publishes
           Staleness in steps, at the end of each. Members are threads of up to
           `--processes` workers, which share this machine's cores with the scheduler.
           Memory: of all workers, at the end.
+          With `--merge-s`, the scheduler sends updates as sums: each update waits there
+          for those of the other members, for so many seconds at most. A member then
+          receives one frame for all of them, and the time to apply a dense update
+          counts; what decoding takes is only in the CPU of the workers.
 Run:      python -m benchmarks emulation
           python -m benchmarks emulation --replicas 2 16 64 --step-ms 1000
               --exchange-every 0 --seconds 80
           python -m benchmarks emulation --replicas 64 128 256 --step-ms 1000
               --exchange-every 64 --width 512
+          python -m benchmarks emulation --replicas 2 16 64 --step-ms 1000
+              --exchange-every 16 --seconds 80 --merge-s 10
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -74,13 +81,14 @@ class Recording:
     decode_s: float  # to decode an update, median
     search_s: float  # to find entries and to commit them, median
     apply_s: float  # to apply an update of the other replica, median
+    dense_s: float  # to apply a dense update, median
 
     def update(self, replica: int, number: int) -> tuple[Any, ...]:
         """Each replica begins at another place."""
         return self.updates[(7 * replica + number) % len(self.updates)]
 
 
-def record(width: int) -> Recording:
+def record(width: int, *, summed: bool) -> Recording:
     task, stamp = WORKS["mlp"], codec.Stamp(0, 0, 1, 1)
     split = task.split()
     x, y = torch.from_numpy(split.x), torch.from_numpy(split.y)
@@ -90,7 +98,8 @@ def record(width: int) -> Recording:
         torch.manual_seed(0)
         module = perceptron(SIDE * SIDE, width, width, 10)
         rule = SampledThreshold()
-        compressor = Compressor(FlatParameters(module), rule, KeepResidual())
+        parameters = FlatParameters(module)
+        compressor = Compressor(parameters, rule, KeepResidual(), summed=summed)
         optimizer = task.optimizer("SGD")(module.parameters())
         scale = compressor.vector.set_scale_(0.5)
         replicas.append((module, compressor, optimizer, scale))
@@ -120,6 +129,11 @@ def record(width: int) -> Recording:
             clock.append(time.monotonic())
             frames.append(frame)
             times.append(np.diff(clock))
+    dense_s, zeros_N = [], np.zeros(compressor.vector.size, np.int32)
+    for _ in range(EXCHANGES):
+        began = time.monotonic()
+        compressor.vector.apply_counts_(zeros_N)
+        dense_s.append(time.monotonic() - began)
     kept = frames[2 * LEFT_OUT :]
     updates = [codec.decode(frame.data) for frame in kept]
     assert all(isinstance(update, codec.SparseUpdate) for update in updates)
@@ -131,6 +145,7 @@ def record(width: int) -> Recording:
         float(decode_s),
         float(find_s + commit_s),
         float(apply_s),
+        float(np.median(dense_s)),
     )
 
 
@@ -165,7 +180,8 @@ def member(
     master = GradientSharing(exchange_every=case.exchange_every or "auto")
     interval = MeasuredInterval(master.pace())
     interval.note(0.0, 1.0)  # the first one does not count
-    exchange_s = updates.search_s + (replicas - 1) * updates.apply_s
+    applies_s = updates.dense_s if spec.merges else (replicas - 1) * updates.apply_s
+    exchange_s = updates.search_s + applies_s
     interval.note(exchange_s, case.step_ms / 1000)  # of an exchange before
     leads, spent_s = [], 0.0
     leased_until, finished = 0, list[dict[str, Any]]()
@@ -202,8 +218,9 @@ def member(
             if exchanges or master.announces(step):
                 channel.progress(step)
             taken = channel.drain()
-            applied = len(taken.updates) + (taken.folded_N is not None)
-            spent_s += applied * updates.apply_s
+            sparse = sum(isinstance(u, codec.SparseUpdate) for u in taken.updates)
+            dense = len(taken.updates) - sparse + (taken.folded_N is not None)
+            spent_s += sparse * updates.apply_s + dense * updates.dense_s
             leads.append(master.least_lead(step, channel.wait_for_peers(step, 0, None)))
             if exchanges:
                 channel.wait_for_peers(step, 0, master.staleness_bound(MADE + step))
@@ -223,7 +240,12 @@ def member(
 
 
 def measured(
-    client: Client, replicas: int, routing: str, case: Case, updates: Recording
+    client: Client,
+    replicas: int,
+    routing: str,
+    case: Case,
+    updates: Recording,
+    merge_s: float,
 ) -> dict[str, Any]:
     """One case, after the same steps without a channel."""
     places = spread(client, replicas)
@@ -233,7 +255,7 @@ def measured(
     ]
     alone_s = case.steps * statistics.median(client.gather(loops))
     if routing == "auto":
-        routing = GradientSharing().routing_for(replicas)
+        routing = "plain" if merge_s else GradientSharing().routing_for(replicas)
     held = client.scatter(updates, broadcast=True)
     members, usage = run_members(
         client,
@@ -246,6 +268,7 @@ def measured(
         replicas,
         # A member that is faster than others leases more rows.
         rows=2 * replicas * case.steps,
+        merge_s=merge_s,
     )
     workers = len(set(places.values()))
     seconds = statistics.median(result["seconds"] for result in members)
@@ -261,6 +284,7 @@ def measured(
         "step_ms": case.step_ms,
         "exchange_every": statistics.median_low(result["every"] for result in members),
         "routing": routing,
+        "merge_s": merge_s,
         "kilobytes": updates.nbytes / 1e3,
         "efficiency": alone_s / seconds,
         "waiting": waited_s / all_s,
@@ -270,8 +294,9 @@ def measured(
         "received_kb": received / 1e3 / seconds / replicas,
         "requests": usage.workers_requests / usage.seconds / replicas,
         "scheduler_requests": usage.scheduler_requests / usage.seconds / replicas,
-        "decode_ms": 1e3
-        * (received / updates.nbytes * updates.decode_s / seconds / replicas),
+        "decode_ms": math.nan
+        if merge_s
+        else 1e3 * (received / updates.nbytes * updates.decode_s / seconds / replicas),
         "scheduler_ms": 1e3 * usage.scheduler_cpu / replicas,
         "scheduler_cpu": usage.scheduler_cpu,
         "workers_cpu": usage.workers_cpu,
@@ -281,18 +306,21 @@ def measured(
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    updates = record(asked.width)
+    updates, merge_s = record(asked.width, summed=asked.merge_s > 0), asked.merge_s
     for replicas in asked.replicas:
         with (
             dask.config.set({"distributed.comm.timeouts.connect": "300s"}),
             local_client(min(replicas, asked.processes)) as client,
         ):
             warm = Case(10.0, 1, 0.5)  # the first frames load the kernels
-            measured(client, len(client.nthreads()), asked.routing, warm, updates)
+            workers = len(client.nthreads())
+            measured(client, workers, asked.routing, warm, updates, merge_s)
             for step_ms in asked.step_ms:
                 for every in asked.exchange_every:
                     case = Case(step_ms, every or None, asked.seconds)
-                    yield measured(client, replicas, asked.routing, case, updates)
+                    yield measured(
+                        client, replicas, asked.routing, case, updates, merge_s
+                    )
 
 
 QUESTION = Question(
@@ -312,6 +340,10 @@ QUESTION = Question(
         },
         "--width": {"type": int, "default": WIDTH, "help": "of the MLP"},
         "--routing": {"choices": ["auto", "plain", "mesh"], "default": "auto"},
+        "--merge-s": {
+            **{"type": float, "default": 0.0},
+            "help": "longest time that updates wait to be sent as sums; 0: none wait",
+        },
         "--processes": MAX_WORKERS,
         "--seconds": {"type": float, "default": 8.0, "help": "of each case"},
     },

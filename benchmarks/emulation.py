@@ -54,13 +54,13 @@ from benchmarks.results import Question
 from benchmarks.work import SIDE, WIDTH, WORKS, batches, perceptron
 from daskdl import KeepResidual, SampledThreshold, codec
 from daskdl.channel.leasing import Lease
-from daskdl.channel.protocol import NAME, ChannelSpec
+from daskdl.channel.protocol import NAME, UNSENT_BYTES, ChannelSpec
 from daskdl.channel.remote import RemoteChannel
 from daskdl.compression.compressor import Compressor
 from daskdl.compression.flat import FlatParameters
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import scaled
-from daskdl.training.pace import UNSENT_BYTES, MeasuredInterval
+from daskdl.training.pace import MeasuredInterval
 
 # Of Deeplearning4j, for steps of at least so many milliseconds.
 GUIDANCE = {100.0: "good", 10.0: "sub-linear", 0.0: "no gain"}

@@ -299,6 +299,10 @@ WIRE_BYTES = 32  # msgpack overhead of a message around its frame, measured: 24 
 # Memory overhead around a frame: the message, its numbers and its slot in a queue or a
 # retransmit buffer. See tests/contract/test_queue_memory.py.
 MESSAGE_BYTES = 304
+# With an automatic interval, an exchange is postponed while more than these bytes of
+# earlier updates wait in the outbox, or in the relay for one of the others. On a slow
+# link, replicas then exchange less often, and no update waits long.
+UNSENT_BYTES = 2**16
 
 
 class PeerProgress(NamedTuple):

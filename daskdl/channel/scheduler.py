@@ -29,6 +29,7 @@ from daskdl.channel.protocol import (
     MESSAGE_BYTES,
     NAME,
     OF_REPLICAS,
+    UNSENT_BYTES,
     WORK,
     Acknowledgement,
     Answer,
@@ -171,6 +172,7 @@ class WorkerBatcher:
 # The relay is paced slower than replicas: its cost is requests, not bytes.
 PACE_S = 0.010
 INLINE_BYTES = 2**16  # more bytes of updates are merged in a thread
+ARRIVAL_S = 1.0  # longest time until updates are answered that wait in a queue
 WATCHDOG_S = 0.25
 GRACE_S = 3.0  # for the replicas of a closing worker to flush, which waits 2 s at most
 MAX_REPLICAS = 1000  # per worker
@@ -215,6 +217,7 @@ class LiveRun:
         self.hanging = set()
         self.send_loops = {}
         self._changed = asyncio.Event()  # replaced after each change
+        self._queued = 0  # requests that wait until updates have left the queues
         self._batchers: dict[str, WorkerBatcher] = {}
         self._removals: dict[int, asyncio.Task[None]] = {}  # of removed workers
         self._watchdog = asyncio.ensure_future(self._watch())
@@ -479,6 +482,7 @@ class LiveRun:
             destination=f"replica {replica} on {worker}",
         )
         outbox.on_append = loop.wake
+        outbox.on_drop = self._notify_arrival
         state.join(replica, self.now(), outbox)
 
         def failed(error: Exception) -> None:
@@ -544,6 +548,8 @@ class LiveRun:
                 replica, messages, progress, leaves=leaves, needed_step=needed_step
             )
         if acknowledgement is None:
+            if accepted and not (leaves or state.spec.synchronous or state.spec.merges):
+                await self._arrival(replica)
             return {"accepted": accepted}
         received = dict(acknowledgement["received"])
         generation = acknowledgement["generation"]
@@ -555,6 +561,33 @@ class LiveRun:
             "received_by_all": state.received_by_all(replica),
             "peers": [(peer, *reached) for peer, reached in state.training_progress()],
         }
+
+    def _notify_arrival(self) -> None:
+        if self._queued:
+            self.notify()
+
+    async def _arrival(self, origin: int) -> None:
+        """Wait until most of a replica's updates have left all queues, or a moment.
+
+        Until it has the answer, a replica counts its updates as not sent. So one whose
+        link is fast sends no more than the links of the others carry: a long queue
+        would delay each update, and replicas would wait for each other.
+        """
+
+        def arrived() -> bool:
+            boxes = self.state.outboxes.values()
+            return all(box.bytes_of(origin) <= UNSENT_BYTES for box in boxes)
+
+        if arrived():
+            return
+        timeouts = self.state.timeouts
+        longest_s = min(ARRIVAL_S, timeouts.request / 2, timeouts.silence / 4)
+        self._queued += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                await self.until(arrived, longest_s)
+        finally:
+            self._queued -= 1
 
     async def handle_lease(
         self,

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from daskdl.channel import routing, scheduler
-from daskdl.channel.protocol import WIRE_BYTES
+from daskdl.channel.protocol import UNSENT_BYTES, WIRE_BYTES
 from daskdl.config import is_number
 from daskdl.errors import OptionError
 from daskdl.training.dask_backend import RELAY_BYTES
 from daskdl.training.fit import OUTBOX_BYTES
 from daskdl.training.gradient_sharing import GradientSharing
-from daskdl.training.pace import UNSENT_BYTES
 
 UNITS = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
 MAX_ITERATIONS = 100  # of the step time and the requests in a step

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from daskdl import codec
 from daskdl.channel.inbox import DrainResult
-from daskdl.channel.protocol import FAN_OUT, BarrierKind
+from daskdl.channel.protocol import FAN_OUT, UNSENT_BYTES, BarrierKind
 from daskdl.channel.routing import ROUTINGS
 from daskdl.compression.compressor import (
     Compressor,
@@ -60,7 +60,6 @@ from daskdl.training.pace import (
     EACH_STEP,
     EAGER,
     LOCKSTEP,
-    UNSENT_BYTES,
     ExchangePace,
     MeasuredInterval,
 )

@@ -14,10 +14,6 @@ from daskdl.config import check_whole
 
 RECENT = 5  # exchanges in the median of the cost
 RAMP = 32  # steps made so far / the longest interval above `first_longest`
-# With an automatic interval, an exchange is postponed while the outbox holds more than
-# these bytes of earlier updates. On a slow link, replicas then exchange less often, and
-# no update waits long.
-UNSENT_BYTES = 2**16
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from distributed.utils_test import async_poll_for
 
 from daskdl import codec
 from daskdl.channel import routing as routings
+from daskdl.channel import scheduler as scheduling
 from daskdl.channel import transport
 from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.channel.recovery import Repairs
@@ -82,6 +83,54 @@ async def test_a_full_outbox_refuses_updates_and_accepted_ones_arrive(
         await in_thread(receiver.wait_for_updates, {0: 9})
         assert totals(receiver.drain())[0] == 9
         assert sender.stats().withheld == 3
+
+
+def told(handlers, operation, monkeypatch, names):
+    """Note in a list when requests of one kind have been answered."""
+    answer = handlers[operation]
+
+    async def noting(**fields):
+        result = await answer(**fields)
+        if fields["messages"]:
+            names.append(operation)
+        return result
+
+    monkeypatch.setitem(handlers, operation, noting)
+
+
+@simulated(2)
+async def test_an_update_counts_as_sent_once_it_has_arrived(c, s, a, b, monkeypatch):
+    monkeypatch.setattr(scheduling, "UNSENT_BYTES", 0)
+    async with a_run(c, s, a, b) as run:
+        sender, answered = run.channels[0], []
+        released = held_up(b.handlers, "daskdl_deliver", monkeypatch)
+        told(b.handlers, "daskdl_deliver", monkeypatch, answered)
+        told(s.handlers, "daskdl_publish", monkeypatch, answered)
+
+        assert publish(sender)
+        await wait_until(lambda: len(run.record.outboxes[1]) == 1)
+        assert not sender.has_room(unsent=0)
+        released.set()
+        await wait_until(lambda: sender.has_room(unsent=0))
+
+        assert answered == ["daskdl_deliver", "daskdl_publish"]
+
+
+@simulated(2)
+async def test_an_update_counts_as_sent_though_it_does_not_arrive_for_long(
+    c, s, a, b, monkeypatch
+):
+    monkeypatch.setattr(scheduling, "UNSENT_BYTES", 0)
+    async with a_run(c, s, a, b) as run:
+        released = held_up(b.handlers, "daskdl_deliver", monkeypatch)
+
+        assert publish(run.channels[0])
+        await wait_until(lambda: len(run.record.outboxes[1]) == 1)
+        await wait_until(lambda: run.channels[0].has_room(unsent=0))
+
+        assert len(run.record.outboxes[1]) == 1
+        released.set()
+        await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
 
 @simulated(3)

@@ -177,7 +177,10 @@ def member(
     """Take as many steps, with exchanges."""
     secede()
     channel = RemoteChannel(get_worker().extensions[NAME], spec)
-    master = GradientSharing(exchange_every=case.exchange_every or "auto")
+    master = GradientSharing(
+        exchange_every=case.exchange_every or "auto",
+        routing="merged" if spec.merges else "auto",
+    )
     interval = MeasuredInterval(master.pace())
     interval.note(0.0, 1.0)  # the first one does not count
     applies_s = updates.dense_s if spec.merges else (replicas - 1) * updates.apply_s

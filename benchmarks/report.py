@@ -33,6 +33,7 @@ SECTIONS = {
     "Steps to accuracy": "lockstep",
     "Scaling on a Dask cluster": "scaling",
     "More replicas than cores": "emulation",
+    "Merged updates": "merged",
     "Replicas of one scheduler": "cost-model",
     "Cost of a step": "step",
     "Encoding": "encode",

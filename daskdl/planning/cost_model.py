@@ -23,6 +23,10 @@ MAX_ITERATIONS = 100  # of the step time and the requests in a step
 CONVERGED = 1.00001  # growth that ends the iteration
 STEPS_BEFORE = 10**6  # so many that the exchange interval no longer grows
 MEASURED_EVERY = 16  # steps between measured exchanges, if the master chooses them
+# Size of the sum of many updates, bytes per parameter: that of 32 updates which each
+# have 5 % of the entries (benchmarks/emulation.py).
+SUM_BYTES = 0.65
+SUM_FAN_OUT = 4  # workers to which a sum is sent from one place
 HIGH_EFFICIENCY = 0.9  # least efficiency at which "compute" is the limit
 
 
@@ -85,6 +89,7 @@ class Costs:
         overhead_s: Work of the exchange in each step, even if none is due, seconds.
         encode_s: Finding, encoding and committing an update, seconds.
         apply_s: Applying one update of another replica in the training thread, seconds.
+        dense_s: Applying the sum of many updates in the training thread, seconds.
         decode_s: Decoding one update of another replica on the event loop, seconds.
         request_s: One request on the event loop, at either end, seconds.
         item_s: Each further update in a request, at either end, seconds.
@@ -101,6 +106,7 @@ class Costs:
     overhead_s: float
     encode_s: float
     apply_s: float
+    dense_s: float
     decode_s: float
     request_s: float
     item_s: float
@@ -112,6 +118,15 @@ class Costs:
     def step_s(self) -> float:
         """Time of a step without an exchange, seconds."""
         return self.gradients_s + self.optimizer_s
+
+    def others_s(self, others: int, master: GradientSharing) -> float:
+        """Return the time to apply an update of each other replica, seconds."""
+        apart_s = others * self.apply_s
+        return min(apart_s, self.dense_s) if master.merge_s else apart_s
+
+    def sum_bytes(self, replicas: int) -> float:
+        """Return the size of the sum of an update of each replica, bytes."""
+        return min(replicas * self.update_bytes, SUM_BYTES * self.parameters)
 
 
 @dataclass(frozen=True)
@@ -221,7 +236,8 @@ def predict(
 ) -> Prediction:
     """Predict the speed of a number of workers, >= 1; for `link` see `daskdl.plan`.
 
-    In each exchange, a replica applies one update of each other replica. The step time
+    In each exchange, a replica applies one update of each other replica, or the sum of
+    all if they are merged. The step time
     includes decoding and sending, although the event loop does both: they hold the GIL,
     and busy workers have no free core. Predictions ignore the start and the end of runs
     and epochs, the loading of data, and differences in speed between workers.
@@ -243,7 +259,8 @@ def predict(
             compute_s=alone.step_s,
         )
     costs = alone if link is not None else measured.here(workers)
-    exchange_s = costs.encode_s + (workers - 1) * costs.apply_s
+    others_s = costs.others_s(workers - 1, master)
+    exchange_s = costs.encode_s + others_s
     pace = master.pace(adaptive=costs.adaptive)
     every = pace.steps_between(exchange_s / costs.step_s, STEPS_BEFORE)
     unsent = UNSENT_BYTES if master.exchange_every == "auto" else OUTBOX_BYTES
@@ -255,7 +272,7 @@ def predict(
         ),
     )
     encode_s = costs.overhead_s + costs.encode_s / every
-    apply_s = (workers - 1) * costs.apply_s / every
+    apply_s = others_s / every
     training_s = costs.step_s + encode_s + apply_s
     traffic_in = functools.partial(
         _traffic, costs, master, unsent, link or HERE, workers
@@ -340,6 +357,24 @@ def _traffic(
             queue=max(1.0, unsent / nbytes),
         )
     down_s = scheduler.PACE_S + 2 * latency_s  # between two requests to a worker
+    if master.merge_s:
+        requests = max(min(announced, step_s / cycle_s), step_s / routing.BEAT_S)
+        requests += min(announced, step_s / down_s)
+        handling_s = _handling_s(costs, requests, 2 / every)
+        sum_bytes = costs.sum_bytes(replicas)
+        in_sum = sum_bytes / costs.update_bytes  # updates as large as the sum
+        sent = replicas * nbytes + min(replicas, SUM_FAN_OUT) * (sum_bytes + WIRE_BYTES)
+        hops = math.ceil(math.log(max(replicas, 2), SUM_FAN_OUT))
+        travel_s = (hops + 1) * latency_s + hops * link.seconds(sum_bytes)
+        return _Traffic(
+            messages_s=handling_s + in_sum * costs.decode_s / every,
+            relay_s=replicas * handling_s
+            + (replicas + in_sum) * costs.decode_s / every,
+            link_s=link.seconds(sent) / every,
+            latency_s=travel_s,
+            longest_s=travel_s + cycle_s + down_s,
+            queue=1.0,
+        )
     requests = max(min(announced, step_s / cycle_s), step_s / routing.BEAT_S)
     requests += min(peers * announced, step_s / down_s)
     handling_s = _handling_s(costs, requests, replicas / every)

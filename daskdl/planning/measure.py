@@ -115,6 +115,15 @@ class LoopbackChannel(LocalChannel):
             self._inbox.put(message._replace(origin=1), codec.decode(frame.data))
         return sum(frame.nbytes for _, frame in sent)
 
+    def receive_dense(self) -> None:
+        """Receive an update of all parameters; no other update may follow."""
+        step, sequence = self._inbox.progress.step, self._inbox.received.complete(1) + 1
+        stamp = codec.Stamp(0, 1, sequence, step)
+        zeros_N = np.zeros(self._spec.size, np.int32)
+        frame = codec.encode_dense(stamp, self._spec.grid, zeros_N)
+        message = Message.update(stamp, step, frame.nbytes)
+        self._inbox.put(message, codec.decode(frame.data))
+
 
 @dataclass(frozen=True)
 class _FastSettling(ThresholdAlgorithm):
@@ -269,6 +278,18 @@ class StepBenchmark:
             "encode_s": max(0.0, float(after_s[-1]) - after_rest_s),
         }
 
+    def _dense_s(self) -> float:
+        """Measure how long it takes to apply an update of all parameters, seconds."""
+        durations = []
+        for _ in range(MIN_STEPS):
+            self._channel.receive_dense()
+            started = self._now()
+            self._exchange.before_step(0)
+            durations.append(self._now() - started)
+            self._step()
+            self._exchange.after_step(0, len(self.spec.rows[0]))
+        return float(np.median(durations))
+
     def measure(self) -> Costs:
         """Measure steps for a few seconds, then requests during further steps."""
         for _ in range(WARM_STEPS):
@@ -302,6 +323,7 @@ class StepBenchmark:
             item_s=item_s,
             density=stats.density_sum / max(stats.exchanges, 1),
             adaptive=self._adaptive,
+            dense_s=self._dense_s(),
             **means,
         )
 

@@ -283,6 +283,7 @@ def run_spec_of(
     keys: Mapping[str, Sequence[str]] | None = None,
     relayed: bool = True,
     relay_bytes: int = 0,
+    merge_s: float = 0.0,
 ) -> RunSpec:
     """Make the specification of a run for the run state; log the lease sizes."""
     sizes = {}
@@ -332,6 +333,7 @@ def run_spec_of(
         min_replicas=spec.master.min_replicas,
         timeouts=vars(spec.timeouts),
         relayed=relayed,
+        merge_s=merge_s,
         first_epoch=spec.first_epoch,
         intervals=SyncIntervals(
             replicas=len(workers),

@@ -481,6 +481,7 @@ class DaskBackend(Backend):
             {phase: placement.keys for phase, placement in self._supplies.items()},
             ROUTINGS[self._routing].relayed,
             RELAY_BYTES,
+            self._spec.master.merge_s,
         )
         self._merges = run.merges
         self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)

@@ -537,6 +537,8 @@ class GradientSharingExchange(Exchange):
 # Workers from which "auto" is a mesh: relaying for 8 takes 24 % of a scheduler's core,
 # for 4 it takes 14 % (benchmarks/channel.py). A relay, unlike a mesh, needs no repair.
 MESH_FROM = 9
+# Nothing waits so long to be merged as a rule, see `RunState.due`.
+MERGE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -563,8 +565,9 @@ class GradientSharing(TrainingMaster):
         max_staleness: Most steps that a replica may be ahead of the slowest one when
             it starts an exchange interval, the steps between two exchanges. 0: replicas
             run in lockstep, and results are reproducible bit for bit. None: no limit.
-            ``"auto"``: two exchange intervals, at least 8 steps. The longest interval
-            allowed so far counts or, with an adaptive optimizer, the present one.
+            ``"auto"``: two exchange intervals, or three with ``routing="merged"``, at
+            least 8 steps. The longest interval allowed so far counts or, with an
+            adaptive optimizer, the present one.
         exchange_every: Steps between exchanges. ``"auto"``: a power of two, at most 64
             and at most `max_staleness`, such that exchanges take up to about 3 % of a
             replica's time, or 10 % with an adaptive optimizer. An interval longer than
@@ -586,7 +589,11 @@ class GradientSharing(TrainingMaster):
             ``update_scale="mean"``.
         routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
             worker to worker; ``"auto"`` is mesh from 9 workers on, counted when the
-            run starts.
+            run starts. ``"merged"`` relays through the scheduler, which adds up the
+            updates of all replicas: what a replica receives and decodes then hardly
+            grows with their number. Updates wait there for those of the other replicas,
+            up to 10 s and no longer than a replica that waits for them. Not in
+            lockstep.
         fan_out: In a mesh, most replicas that one replica forwards an update to. With
             up to ``fan_out + 1`` replicas, each sends directly to all others.
         replicas_per_worker: Replicas in each worker process, or in this process with
@@ -621,7 +628,7 @@ class GradientSharing(TrainingMaster):
     exchange_every: int | Literal["auto"] = "auto"
     warmup_steps: int = 0
     adapt_rate: bool = True
-    routing: Literal["auto", "plain", "mesh"] = "auto"
+    routing: Literal["auto", "plain", "mesh", "merged"] = "auto"
     replicas_per_worker: int | Literal["auto"] = 1
     min_replicas: int = 1
     rejoin_timeout: float | None = None
@@ -649,7 +656,12 @@ class GradientSharing(TrainingMaster):
         check_whole("exchange_every", self.exchange_every, 1, "auto")
         check_whole("warmup_steps", self.warmup_steps, 0)
         check_type("adapt_rate", self.adapt_rate, bool)
-        check_choice("routing", self.routing, ("auto", *ROUTINGS))
+        check_choice("routing", self.routing, ("auto", *ROUTINGS, "merged"))
+        if self.routing == "merged" and self.synchronous:
+            raise OptionError(
+                "routing='merged' rounds updates to a few sizes, which lockstep does "
+                "not; use routing='mesh' with max_staleness=0"
+            )
         check_places(self)
 
     @property
@@ -664,9 +676,16 @@ class GradientSharing(TrainingMaster):
 
     @override
     def routing_for(self, workers: int) -> str:
+        if self.routing == "merged":
+            return "plain"
         if self.routing != "auto":
             return self.routing
         return "mesh" if workers >= MESH_FROM else "plain"
+
+    @property
+    @override
+    def merge_s(self) -> float:
+        return MERGE_S if self.routing == "merged" else 0.0
 
     @override
     def check(self, parameters: FlatParameters) -> None:
@@ -726,7 +745,8 @@ class GradientSharing(TrainingMaster):
         """
         if self.max_staleness != "auto":
             return self.max_staleness
-        return max(8, 2 * (every or self.longest_interval(steps_made)))
+        intervals = 3 if self.routing == "merged" else 2
+        return max(8, intervals * (every or self.longest_interval(steps_made)))
 
     def longest_interval(self, steps_made: int) -> int:
         """Return the most steps between two exchanges of any replica.

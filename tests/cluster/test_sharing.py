@@ -12,7 +12,6 @@ from torch import nn
 
 from daskdl import Callback, GradientSharing
 from daskdl.channel.protocol import NAME
-from daskdl.training.backend import run_spec_of
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Notes
 
@@ -69,19 +68,17 @@ def test_many_replicas_on_few_workers_use_the_relay(client, tmp_path):
     assert routing.by_replica() == {str(replica): "plain" for replica in range(10)}
 
 
-def test_replicas_are_told_that_their_updates_are_summed(
-    threads, tmp_path, monkeypatch
-):
-    def merging(*arguments):
-        return replace(run_spec_of(*arguments), merge_s=0.01)
+def test_updates_of_a_fit_are_merged(client, tmp_path):
+    merges, master = ChannelSetting(tmp_path, "merges"), kept(routing="merged")
+    fitted = trainer(
+        client, master=replace(master, replicas_per_worker=2), callbacks=[merges]
+    )
 
-    monkeypatch.setattr("daskdl.training.dask_backend.run_spec_of", merging)
-    merges = ChannelSetting(tmp_path, "merges")
-    fitted = trainer(threads, callbacks=[merges])
+    history = fitted.fit(X, Y, epochs=6, batch_size=8)
 
-    fitted.fit(X, Y, epochs=2, batch_size=16)
-
-    assert merges.by_replica() == {"0": "True", "1": "True"}
+    assert merges.by_replica() == {str(replica): "True" for replica in range(4)}
+    assert history.column("replicas") == [4] * 6
+    assert fitted.evaluate(X, Y)["accuracy"] > 0.85
 
 
 class Counted(nn.Module):

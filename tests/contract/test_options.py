@@ -314,7 +314,7 @@ SHARING = cases([
     ("exchange_every", Each((*NOT_WHOLE, -1)), f"must be {WHOLE} or 'auto'"),
     ("warmup_steps", Each((-1, 2.0, True, None, "1")), "must be a whole number >= 0"),
     ("routing", Each(("tree", None, ["plain"])),
-     "must be one of 'auto', 'plain', 'mesh'"),
+     "must be one of 'auto', 'plain', 'mesh', 'merged'"),
     ("replicas_per_worker", Each((*NOT_WHOLE, "all")), f"must be {WHOLE} or 'auto'"),
     ("min_replicas", Each(NOT_WHOLE), f"must be {WHOLE}"),
     ("rejoin_timeout", Each(NOT_ABOVE_0), "must be seconds > 0 or None"),
@@ -349,6 +349,13 @@ def test_an_option_of_a_master_is_refused_by_name(master, option, value, allowed
         master(**{option: value})
 
 
+def test_updates_are_merged_only_between_replicas_that_run_ahead():
+    assert GradientSharing(routing="merged").merge_s > 0
+    assert GradientSharing(routing="plain").merge_s == 0
+    with pytest.raises(OptionError, match="routing='mesh' with max_staleness=0"):
+        GradientSharing(routing="merged", max_staleness=0)
+
+
 @pytest.mark.parametrize(
     ("routing", "workers", "expected"),
     [
@@ -356,6 +363,7 @@ def test_an_option_of_a_master_is_refused_by_name(master, option, value, allowed
         ("auto", 9, "mesh"),
         ("plain", 64, "plain"),
         ("mesh", 2, "mesh"),
+        ("merged", 64, "plain"),
     ],
 )
 def test_auto_is_a_mesh_from_nine_workers_on(routing, workers, expected):

@@ -641,6 +641,7 @@ def test_exchanges_are_seldom_only_late_and_where_they_cost(
 def test_the_bound_of_staleness_follows_the_interval():
     assert GradientSharing().staleness_bound(0) == 32
     assert GradientSharing().staleness_bound(10**6) == 128
+    assert GradientSharing(routing="merged").staleness_bound(10**6) == 192
     assert GradientSharing(exchange_every=16).staleness_bound(0) == 32
     assert GradientSharing(max_staleness=3).staleness_bound(10**6) == 3
     assert GradientSharing(max_staleness=None).staleness_bound(10**6) is None

@@ -20,6 +20,7 @@ COSTS = Costs(
     overhead_s=0.0,
     encode_s=0.01,
     apply_s=0.002,
+    dense_s=0.02,
     decode_s=0.001,
     request_s=0.001,
     item_s=0.0001,
@@ -45,6 +46,7 @@ def slow(bits_per_s, latency_s=0.0):
 
 
 MESH = replace(SHARING, routing="mesh")
+MERGED = replace(SHARING, routing="merged")
 # Two requests with an update each, one of them to decode.
 TWO_MESSAGES_S = 2 * 0.001 + 0.001
 # Two updates leave the relay; it handles both requests of both replicas.
@@ -152,6 +154,26 @@ CASES = {
         # A request to and from each of eight others, and an update of each.
         {"messages_s": 16 * 0.001 + 8 * 0.001},
     ),
+    "of merged updates a replica gets the sum of all": (
+        33,
+        {"master": MERGED, "update_bytes": 10_000.0},
+        {
+            "apply_s": 0.02,  # of a dense update, less than 32 of 0.002 s
+            # A request with its update, and one with the sum: as many bytes as 33
+            # updates.
+            "messages_s": 2 * 0.001 + 33 * 0.001,
+        },
+    ),
+    "the sum of many updates is dense": (
+        1001,
+        {"master": MERGED, "update_bytes": 10_000.0},
+        {"apply_s": 0.02, "messages_s": 2 * 0.001 + 0.65e6 / 10_000 * 0.001},
+    ),
+    "of few merged updates each is applied": (
+        2,
+        {"master": MERGED},
+        {"apply_s": 0.002},
+    ),
     "less than a tenth is missing": (2, {"encode_s": 0.001}, {"limit": "compute"}),
     "on one machine the scheduler uses the cores too": (
         2,
@@ -195,7 +217,9 @@ def test_a_slow_link_carries_a_share_of_the_exchanges(master, copies):
 
 @pytest.mark.parametrize("workers", [2, 9])  # by relay, and as a mesh
 @pytest.mark.parametrize(
-    "master", [SHARING, IN_STEP, UNBOUNDED], ids=["8", "0", "None"]
+    "master",
+    [SHARING, IN_STEP, UNBOUNDED, MERGED],
+    ids=["8", "0", "None", "merged"],
 )
 def test_more_bandwidth_never_hurts_and_more_latency_never_helps(workers, master):
     rates = [1e5, 1e6, 1e7, 1e8, 1e9, 1e10, math.inf]

@@ -268,7 +268,11 @@ ARRIVE = "daskdl_arrive"
 JOIN, ACTIVATE, PUBLISH = "daskdl_join", "daskdl_activate", "daskdl_publish"
 LEASE, MISSING = "daskdl_lease", "daskdl_missing"
 BARRIER, FAIL, LEAVE = "daskdl_barrier", "daskdl_fail", "daskdl_leave"
-OF_REPLICAS = frozenset({JOIN, ACTIVATE, PUBLISH, LEASE, MISSING, BARRIER, FAIL, LEAVE})
+# the same; also to a worker, from a replica on another one
+FETCH_SUM = "daskdl_fetch_sum"
+OF_REPLICAS = frozenset(
+    {JOIN, ACTIVATE, PUBLISH, LEASE, MISSING, BARRIER, FAIL, LEAVE, FETCH_SUM}
+)
 # request to a worker, from the scheduler or from a replica on another worker
 DELIVER = "daskdl_deliver"
 # request to a worker with several replicas, from the scheduler
@@ -427,7 +431,10 @@ class MessageKind(enum.StrEnum):
     """Type of a message; a plain string on the wire."""
 
     UPDATE = "update"  # payload: an encoded frame
-    SUM = "sum"  # payload: a frame with the sum of several updates, which names them
+    # Payload: a frame with the sum of several updates, which names them. `sequence`:
+    # its number, if others fetch it from the receiver.
+    SUM = "sum"
+    SUM_AT = "sum at"  # the worker of `origin` has or will get the sum `sequence`
     PROGRESS = "progress"  # origin has completed `step`; payload: its last interval
     JOINED = "joined"  # origin trains from now on, starting at `step`
     MEMBERS = "members"  # payload: `Members`
@@ -444,7 +451,9 @@ class Message(NamedTuple):
     sequence: Natural  # update: its number, from 1; progress: the last number; else 0
     step: Natural  # steps the origin had completed
     nbytes: Natural  # bytes of the payload
-    payload: Any = None  # a frame, never unpacked by the scheduler; or plain values
+    # A frame, never unpacked by the scheduler; or plain values. That of a `SUM_AT` is
+    # not sent: it stays in the queue of the relay.
+    payload: Any = None
     generation: Natural = 0  # in a mesh, generation in which the origin sent it
 
     @classmethod
@@ -487,6 +496,8 @@ class Message(NamedTuple):
 
     def to_wire(self) -> tuple[Any, ...]:
         """Return the fields, with an array payload serialized."""
+        if self.kind == MessageKind.SUM_AT:
+            return tuple(self._replace(payload=None))
         is_array = isinstance(self.payload, np.ndarray)
         return tuple(self._replace(payload=wrap(self.payload)) if is_array else self)
 

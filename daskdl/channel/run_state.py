@@ -20,7 +20,9 @@ from daskdl.channel.leasing import (
     StaticPartition,
     SyncPoint,
 )
+from daskdl.channel.merging import along_tree
 from daskdl.channel.protocol import (
+    INT64_MAX,
     MESSAGE_BYTES,
     WORK,
     BarrierKind,
@@ -351,6 +353,7 @@ class RunState:
         self.waiting = []
         self._waiting_bytes = 0
         self._urgent = False  # what waits need not wait any longer
+        self._sums = 0  # sent so far
         # By replica, number of messages in its queue so far with each sum that has
         # updates of the replica itself, and the number of these updates.
         self._echoes: dict[int, deque[tuple[int, int]]] = {}
@@ -589,16 +592,40 @@ class RunState:
         updates = [m for m in sent if m.kind == MessageKind.UPDATE]
         by_origin = Counter(message.origin for message in updates)
         progress = {m.origin: m for m in sent if m.kind == MessageKind.PROGRESS}
+        sums = [self._along_tree(m) for m in together if m.kind == MessageKind.SUM]
         for replica, box in self.outboxes.items():
-            trains = self.members.replicas[replica].active
-            chosen = together if together and trains else updates
+            member = self.members.replicas[replica]
+            if together and member.active:
+                singles = [m for m in together if m.kind != MessageKind.SUM]
+                chosen = [*(total[member.worker] for total in sums), *singles]
+            else:
+                chosen = updates
             for message in (*chosen, *progress.values()):
-                is_sum = message.kind == MessageKind.SUM
+                is_sum = message.kind in (MessageKind.SUM, MessageKind.SUM_AT)
                 if is_sum or message.origin != replica:
                     box.append(message)
                 if is_sum and by_origin[replica]:
                     echoes = self._echoes.setdefault(replica, deque(maxlen=RECENT))
                     echoes.append((box.added, by_origin[replica]))
+
+    def _along_tree(self, total: Message) -> dict[str, Message]:
+        members, workers = self.members, dict[str, int]()
+        for replica in members.training:
+            workers.setdefault(members.replicas[replica].worker, replica)
+        self._sums += 1
+        total = total._replace(sequence=self._sums)
+        return along_tree(total, workers, self.spec.fan_out)
+
+    def queued_sum(self, replica: int, number: int) -> Message:
+        """Return a sum that a replica has not got yet, and may fetch elsewhere.
+
+        Raises:
+            GoneError: If it is not in the queue of the replica.
+        """
+        for message in self.outboxes[replica].head(INT64_MAX):
+            if message.kind == MessageKind.SUM_AT and message.sequence == number:
+                return message
+        raise GoneError(f"the sum {number} does not wait for replica {replica}")
 
     def _forget_waits(self) -> None:
         """Forget the waits that end with what was sent: their replicas go on."""

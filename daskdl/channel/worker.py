@@ -24,6 +24,7 @@ from collections.abc import (
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.profile import call_stack
@@ -43,6 +44,7 @@ from daskdl.channel.inbox import (
 )
 from daskdl.channel.protocol import (
     FAIL,
+    FETCH_SUM,
     LEAVE,
     MESSAGE_BYTES,
     NAME,
@@ -63,6 +65,7 @@ from daskdl.channel.protocol import (
     run_id,
     task_key,
     unwrap,
+    wrap,
 )
 from daskdl.channel.recovery import Repairs
 from daskdl.channel.routing import ROUTINGS, Routing
@@ -81,6 +84,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INLINE_BYTES = 2**20  # more bytes of frames are decoded in a thread
+UNREADABLE_SUM = CodecError, TypeError, ValueError, LookupError  # errors of reading it
 BUFFERED = 16  # updates that are decoded together when the snapshot has arrived
 
 
@@ -189,6 +193,63 @@ class BlobServer:
         return {"epoch": epoch, **blob.to_wire(part)}
 
 
+SUMS_KEPT = 4  # on a worker: those that fetch a sum late, fetch it from the scheduler
+
+
+class KeptSums:
+    """The latest sums that have come to a worker; others fetch them from it.
+
+    Belongs to the event loop, and to all replicas of a run on the worker.
+
+    Args:
+        limit_bytes: Bound of their bytes, but for the latest one.
+
+    Attributes:
+        fetching: Held while one is fetched, so that one replica does it for all.
+        nbytes: Bytes of all.
+    """
+
+    fetching: asyncio.Lock
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.fetching = asyncio.Lock()
+        self._limit_bytes = limit_bytes
+        self._frames: dict[int, Any] = {}  # by number, oldest first
+        self._changed = asyncio.Condition()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memoryview(frame).nbytes for frame in self._frames.values())
+
+    def find(self, number: int) -> Any:
+        """Return a sum; None if it is not here."""
+        return self._frames.get(number)
+
+    async def keep(self, number: int, frame: Any) -> None:
+        """Keep a sum, and forget the oldest."""
+        async with self._changed:
+            self._frames[number] = frame
+            while len(self._frames) > SUMS_KEPT or (
+                self.nbytes > self._limit_bytes and len(self._frames) > 1
+            ):
+                del self._frames[next(iter(self._frames))]
+            self._changed.notify_all()
+
+    async def wait_for(self, number: int, timeout_s: float) -> Any:
+        """Return a sum once it is here.
+
+        Raises:
+            GoneError: If later ones have come, and this one is not kept.
+        """
+        async with asyncio.timeout(timeout_s), self._changed:
+            await self._changed.wait_for(
+                lambda: number <= max(self._frames, default=-1)
+            )
+        if number not in self._frames:
+            raise GoneError(f"the sum {number} is no longer kept")
+        return self._frames[number]
+
+
 class Snapshot(NamedTuple):
     """The state of a replica between two steps."""
 
@@ -213,6 +274,7 @@ class ReplicaEndpoint:
         repairs: Requests missing updates.
         closing: Whether the worker closes; the replica should hand over and leave.
         blobs: Arrays that other replicas and the client may fetch.
+        sums: Sums that other workers may fetch.
         snapshot_requests: Requests for snapshots, which the training thread serves.
     """
 
@@ -222,9 +284,10 @@ class ReplicaEndpoint:
     repairs: Repairs
     closing: bool
     blobs: BlobServer
+    sums: KeptSums
     snapshot_requests: list[SnapshotRequest]
 
-    def __init__(self, transport: Transport, spec: ChannelSpec) -> None:
+    def __init__(self, transport: Transport, spec: ChannelSpec, sums: KeptSums) -> None:
         routing = ROUTINGS[spec.routing]
         self.inbox = Inbox(
             spec.size,
@@ -243,6 +306,7 @@ class ReplicaEndpoint:
         self.repairs = Repairs(self.routing, self._put)
         self.closing = False
         self.blobs = BlobServer()
+        self.sums = sums
         self.snapshot_requests = []
         self._before_snapshot = PreSnapshotBuffer()
         self._spec = spec
@@ -275,9 +339,14 @@ class ReplicaEndpoint:
     async def _deliver_others(self, batch: Sequence[Message]) -> int:
         """Deliver sums and control messages; see `deliver`."""
         for place, message in enumerate(batch):
-            if message.kind != MessageKind.SUM:
+            if message.kind == MessageKind.SUM_AT:
+                delivered = await self._deliver_fetched(message)
+            elif message.kind == MessageKind.SUM:
+                delivered = await self._deliver_sum(message)
+            else:
                 self._process_control(message)
-            elif not await self._deliver_sum(message):
+                continue
+            if not delivered:
                 return place
         return len(batch)
 
@@ -347,15 +416,54 @@ class ReplicaEndpoint:
             self.routing.keep(message)
         return taken
 
+    async def _deliver_fetched(self, message: Message) -> bool:
+        """Fetch a sum and process it, as `deliver` an update."""
+        sums, number = self.sums, message.sequence
+        async with sums.fetching:
+            frame = sums.find(number)
+            if frame is None:
+                frame = await self._fetch_sum(message)
+                if frame is None:
+                    return False
+                await sums.keep(number, frame)
+        fetched = message._replace(kind=MessageKind.SUM, sequence=0, payload=frame)
+        return await self._deliver_sum(fetched)
+
+    async def _fetch_sum(self, message: Message) -> Any:
+        """Fetch a sum from a worker that has it, or else from the scheduler.
+
+        Returns:
+            The frame; None if there was no answer that could be read.
+        """
+        spec = self._spec
+        worker = self.routing.workers.get(message.origin)
+        places = [] if worker is None else [(worker, message.origin)]
+        for address, replica in [*places, (None, spec.replica)]:
+            asking = self.connection.ask(
+                address, FETCH_SUM, replica=replica, number=message.sequence
+            )
+            try:
+                async with asyncio.timeout(spec.timeouts.request / 2):
+                    answer = await asking
+                frame = copied(answer["frame"])
+                codec.decode_sum(frame, run=spec.run, size=spec.size)
+            except (OSError, *UNREADABLE_SUM) as error:  # a TimeoutError is an OSError
+                logger.info("sum %s from %s: %s", message.sequence, address, error)
+            else:
+                return frame
+        return None
+
     async def _deliver_sum(self, message: Message) -> bool:
         """Process the sum of several updates, as `deliver` an update."""
         spec, inbox = self._spec, self.inbox
         try:
             frame = unwrap(message.payload)
             total = codec.decode_sum(frame, run=spec.run, size=spec.size)
-        except (CodecError, TypeError, ValueError, LookupError) as error:
+        except UNREADABLE_SUM as error:
             self._refuse_sum(error)
             return True
+        if message.sequence:
+            await self.sums.keep(message.sequence, copied(frame))
         if inbox.awaits_snapshot:
             names = [summand[:2] for summand in total.summands]
             kept = message._replace(payload=total)
@@ -704,6 +812,15 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         updates = self._endpoint_of(run, replica).lookup(origin, sequences)
         return {"messages": [update.to_wire() for update in updates]}
 
+    async def handle_fetch_sum(
+        self, run: RunId, replica: Natural, number: Natural
+    ) -> Fields:
+        """Return a sum to a replica on another worker, once it is here."""
+        endpoint = self._endpoint_of(run, replica)
+        timeout_s = endpoint.connection.spec.timeouts.request / 2
+        frame = await endpoint.sums.wait_for(number, timeout_s)
+        return {"frame": wrap(np.frombuffer(frame, np.uint8))}
+
     async def handle_fetch(
         self, run: RunId, replica: Natural, name: str, part: Natural
     ) -> Fields:
@@ -766,7 +883,12 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             raise ChannelError(
                 f"replica {spec.replica} of run {run_id(spec.run)} is already open"
             )
-        self.endpoints[key] = ReplicaEndpoint(self._transport, spec)
+        sums = KeptSums(spec.inbox_bytes)
+        for (run, _), beside in list(self.endpoints.items()):
+            # A run that opens again after all replicas were lost has another secret.
+            if run == spec.run and beside.connection.spec.secret == spec.secret:
+                sums = beside.sums
+        self.endpoints[key] = ReplicaEndpoint(self._transport, spec, sums)
         if self._pace is not None:
             self._pace.set_training(bool(self.endpoints))
         return self.endpoints[key]

@@ -5,8 +5,9 @@ import pytest
 from distributed import Client, Event
 
 from daskdl import codec
+from daskdl.channel import merging
 from daskdl.channel.base import Stopped
-from daskdl.channel.protocol import NAME, WaitCause
+from daskdl.channel.protocol import FETCH_SUM, NAME, WaitCause
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from tests.support.channels import (
@@ -18,10 +19,12 @@ from tests.support.channels import (
     in_thread,
     lease,
     publish,
+    recorded,
     totals,
     wait_until,
     workers,
 )
+from tests.support.run_states import GRID
 
 
 @workers(2)
@@ -35,6 +38,31 @@ async def test_a_second_plugin_adopts_the_state_of_the_first(c, s, a, b):
         assert s.extensions[NAME] is run.plugin
         assert publish(run.channels[0])
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
+
+
+@workers(3)
+async def test_sums_are_passed_on_from_worker_to_worker(c, s, *servers, monkeypatch):
+    monkeypatch.setattr(merging, "TREE_BYTES", 0)
+    size = 2**18  # a sum has more bytes than travel inside a message
+    options = {"merge_s": 100.0, "fan_out": 1, "size": size, "inbox_bytes": 2**23}
+    signs_N = np.random.default_rng(0).integers(-1, 2, size, np.int32)
+    entries_K = (signs_N * np.arange(1, size + 1, dtype=np.int32))[signs_N != 0]
+
+    def encode(stamp):
+        return codec.encode(stamp, size, GRID, entries_K)
+
+    async with a_run(c, s, *servers, **options) as run:
+        requests = [recorded(w.handlers, FETCH_SUM, monkeypatch) for w in servers]
+
+        for channel in run.channels.values():
+            assert channel.publish(encode, 1) is not None
+        for channel in run.channels.values():
+            last = dict.fromkeys(run.channels, 1)
+            await in_thread(channel.wait_for_updates, last)
+
+        assert sorted(map(len, requests)) == [0, 1, 1]
+        (update,) = run.channels[0].drain().updates
+        assert (update.counts_N == 2 * signs_N).all()
 
 
 @workers(2)

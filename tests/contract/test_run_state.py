@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from daskdl import codec
+from daskdl.channel import merging as merging_module
 from daskdl.channel.leasing import (
     NOBODY,
     Range,
@@ -21,6 +22,7 @@ from daskdl.channel.merging import merged
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
     BarrierKind,
+    GoneError,
     Message,
     PeerProgress,
     read,
@@ -219,6 +221,84 @@ def test_a_run_that_stops_does_not_wait():
     state.stop("enough")
 
     assert [m.kind for m in queued(state, 0)] == ["update", "update", "stop"]
+
+
+@pytest.fixture
+def small_sums(monkeypatch):
+    """Sums are passed on from worker to worker, whatever their size."""
+    monkeypatch.setattr(merging_module, "TREE_BYTES", 0)
+
+
+def publish_from(state, replicas, sequence=1):
+    for origin in replicas:
+        publish(state, origin, sequence)
+    send_merged(state)
+
+
+def test_a_few_workers_get_a_sum_and_the_others_fetch_it_from_these(small_sums):
+    state = merging(9, fan_out=2)
+    publish_from(state, range(9))
+
+    messages = {replica: queued(state, replica)[0] for replica in range(9)}
+
+    (number,) = {message.sequence for message in messages.values()}
+    assert number > 0
+    fetching = {r: m.origin for r, m in messages.items() if m.kind == "sum at"}
+    assert len(fetching) == 9 - 2
+    assert max(Counter(fetching.values()).values()) == 2
+    for source in fetching:  # each way leads to a worker that gets the sum
+        for _ in range(3):
+            source = fetching.get(source, source)
+        assert messages[source].kind == "sum"
+
+
+def test_workers_take_turns_to_get_a_sum_at_once(small_sums):
+    state = merging(4, fan_out=2)
+    earliest = []
+    for sequence in (1, 2):
+        publish_from(state, range(4), sequence)
+        kinds = [queued(state, r)[-1].kind for r in range(4)]
+        earliest.append([r for r in range(4) if kinds[r] == "sum"])
+
+    assert len(earliest[0]) == len(earliest[1]) == 2
+    assert not {*earliest[0]} & {*earliest[1]}
+
+
+def test_small_sums_and_those_of_few_workers_are_sent_to_all():
+    state = merging(9, fan_out=2)
+    publish_from(state, range(9))
+    few = merging(2, fan_out=2)
+    publish_from(few, range(2))
+
+    assert {queued(state, r)[0].kind for r in range(9)} == {"sum"}
+    assert [queued(few, r)[0].sequence for r in range(2)] == [0, 0]
+
+
+def test_replicas_of_a_worker_get_the_same_message(small_sums):
+    state = merging({0: "tcp://a", 1: "tcp://b", 2: "tcp://b"}, fan_out=1)
+    publish_from(state, range(3))
+
+    first, second, third = (queued(state, r)[0] for r in range(3))
+
+    assert {first.kind, second.kind} == {"sum", "sum at"}
+    assert second is third
+
+
+def test_a_sum_is_kept_until_all_have_it_though_only_a_note_is_sent(small_sums):
+    state = merging(3, fan_out=1)
+    publish_from(state, range(3))
+    replica = next(r for r in range(3) if queued(state, r)[0].kind == "sum at")
+    message = queued(state, replica)[0]
+    box = state.outboxes[replica]
+
+    sums = codec.decode_sum(state.queued_sum(replica, message.sequence).payload)
+    assert [summand.origin for summand in sums.summands] == [0, 1, 2]
+    assert box.nbytes == message.nbytes + MESSAGE_BYTES
+    assert message.nbytes > 64
+    assert message.to_wire()[5] is None
+    box.drop(1)
+    with pytest.raises(GoneError):
+        state.queued_sum(replica, message.sequence)
 
 
 def counted(state):

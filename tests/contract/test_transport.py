@@ -20,7 +20,7 @@ from daskdl.channel.transport import (
     SendLoop,
     is_listening,
 )
-from daskdl.channel.worker import ReplicaEndpoint
+from daskdl.channel.worker import KeptSums, ReplicaEndpoint
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
 from tests.support.run_states import EACH, GRID, SPEC, TIMEOUTS, filled, update
@@ -224,7 +224,8 @@ def transport():
 
 def test_the_wait_for_an_event_loop_that_hangs_is_bounded(transport):
     timeouts = dataclasses.replace(TIMEOUTS, request=0.05)
-    endpoint = ReplicaEndpoint(transport, dataclasses.replace(SPEC, timeouts=timeouts))
+    spec = dataclasses.replace(SPEC, timeouts=timeouts)
+    endpoint = ReplicaEndpoint(transport, spec, KeptSums(spec.inbox_bytes))
 
     with pytest.raises(WaitTimeoutError, match=r"0\.05 s .* event loop of its own"):
         endpoint.start_from_snapshot({}, GRID, {})

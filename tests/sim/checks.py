@@ -94,6 +94,7 @@ class Inspector:
                     )
                     others = setup.inbox_bytes + most
                     self._bound(f"others' updates {name}", routing.others_kept, others)
+                    self._bound(f"sums {name}", end.sums, others)
                     pending = end.inbox.pending
                     self._bound(f"inbox {name}", pending, 2 * others)
 

@@ -23,7 +23,7 @@ from daskdl import (
     KeepResidual,
     errors,
 )
-from daskdl.channel import protocol, scheduler, transport, worker
+from daskdl.channel import merging, protocol, scheduler, transport, worker
 from daskdl.channel.protocol import NAME, Answer, BarrierKind
 from daskdl.channel.routing import ROUTINGS
 from daskdl.config import VERSION, Timeouts
@@ -133,6 +133,8 @@ class Setup:
         forgets: Share of own updates that a replica no longer keeps when it has to
             subtract them from a sum.
         inline_bytes: Larger updates are decoded, and sums made and read, in a thread.
+        tree_bytes: Smaller sums are sent to all workers.
+        sum_fan_out: Workers to which larger ones are sent, see `RunSpec.fan_out`.
     """
 
     workers: int = 3
@@ -165,6 +167,8 @@ class Setup:
     merge_s: float = 0.0
     forgets: float = 0.0
     inline_bytes: int = worker.INLINE_BYTES
+    tree_bytes: int = merging.TREE_BYTES
+    sum_fan_out: int = 4
     timeouts: Timeouts = TIMEOUTS
 
 
@@ -278,7 +282,7 @@ class Client(Server):
         run = run_spec_of(
             self.spec, there, self._sources, None, relayed, setup.relay_bytes
         )
-        run = dataclasses.replace(run, merge_s=setup.merge_s)
+        run = dataclasses.replace(run, merge_s=setup.merge_s, fan_out=setup.sum_fan_out)
         self._merges = run.merges
         await self._ask(protocol.OPEN, spec=vars(run), client=self.name)
         self._cluster.opened()
@@ -475,6 +479,7 @@ class Cluster:
         for module in (transport, scheduler, worker):
             self._undo.setattr(module, "BATCH_BYTES", setup.batch_bytes)
         self._undo.setattr(protocol, "PART_BYTES", setup.part_bytes)
+        self._undo.setattr(merging, "TREE_BYTES", setup.tree_bytes)
         for module in (scheduler, worker):
             self._undo.setattr(module, "INLINE_BYTES", setup.inline_bytes)
         self.network = Network(self.world)

@@ -147,25 +147,25 @@ MUTATIONS = {
         "            self.waiting.append(message)",
         "            self.waiting.insert(0, message)",
     ),
-    "news wait in a relay until others come": Mutation(
-        "daskdl.channel.run_state",
-        "            not kinds.issubset(MERGEABLE)",
-        "            False and kinds",
-    ),
     "what a replica waits for waits in a relay": Mutation(
         "daskdl.channel.run_state",
         "            or bool(self._ended_waits(busy))",
         "",
     ),
-    "an update waits in a relay for replicas that send no more": Mutation(
-        "daskdl.channel.run_state",
-        " if interval < self.interval]",
-        " if interval is not None]",
+    "a sum that a worker does not pass on is not fetched elsewhere": Mutation(
+        "daskdl.channel.worker",
+        "[*places, (None, spec.replica)]",
+        "(places or [(None, spec.replica)])",
     ),
-    "an update waits for room that others take until they are merged": Mutation(
+    "a relay does not keep the sums that workers pass on": Mutation(
         "daskdl.channel.run_state",
-        "            self._urgent |= accepted < len(messages)",
-        "            pass",
+        "message.kind == MessageKind.SUM_AT and message.sequence == number:",
+        "message.kind == MessageKind.SUM_AT and message.sequence > number:",
+    ),
+    "a worker counts an earlier sum as the one that it fetches": Mutation(
+        "daskdl.channel.worker",
+        "        return self._frames.get(number)",
+        "        return self._frames.get(number, self._frames.get(number - 1))",
     ),
     # ---- replicas that are lost
     "survivors keep different updates of a lost replica": Mutation(

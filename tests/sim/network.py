@@ -116,6 +116,7 @@ class Network:
         latency_s: Mean time of a message.
         bandwidth: Bytes per second to or from a server, by address; others: unlimited.
         damage: Called with the messages of each request; returns what arrives.
+        damage_sum: The same with each sum in an answer.
     """
 
     def __init__(self, world, shared=None):
@@ -127,6 +128,7 @@ class Network:
         self.latency_s = LATENCY_S
         self.bandwidth = {}
         self.damage = lambda messages: messages
+        self.damage_sum = lambda frame: frame
         self._free_at = {}  # when a link is free again, by address
         self._held = []  # source, target, action, size
         self._requests = {}
@@ -209,6 +211,8 @@ class Network:
             what = f"{request.operation} raised {caught!r}"
             self.world.errors.append(f"{request.target.name}: {what}")
         answer = carried(answer, unpack=request.source.address != SCHEDULER)
+        if isinstance(answer, dict) and "frame" in answer:
+            answer["frame"] = self.damage_sum(answer["frame"])
         request.answered = True
 
         def arrive():

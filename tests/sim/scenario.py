@@ -188,6 +188,8 @@ class Scenario:
                 forgets=chance.choice([0.0, 0.0, 0.1]),
                 inline_bytes=inline_bytes,
                 inbox_bytes=inbox_bytes,
+                tree_bytes=chance.choice([0, 0, 2**16]),
+                sum_fan_out=chance.choice([1, 1, 2, 4]),
             )
         chance = random.Random(f"momentum {seed}")
         momentum = chance.choice([0.0, 0.0, 0.5, 0.75])
@@ -621,6 +623,7 @@ class Fate:
         cluster.on_moment = self._reach
         cluster.damages = self._damages
         cluster.network.damage = self._damage
+        cluster.network.damage_sum = self._fetched_sum
         self._most_workers = max(32, scenario.setup.workers + 4)
         self._own = set()  # workers whose next update is damaged there
         self._copies = Counter()  # of updates of a worker, that are damaged next
@@ -843,8 +846,8 @@ class Fate:
 
     def _arriving(self, message):
         kind, origin, sequence, *_ = message
-        if kind == MessageKind.SUM and self._copies.total():
-            return self._arriving_sum(message)
+        if kind == MessageKind.SUM:
+            return (*message[:5], self._damage_sum(message[5]), *message[6:])
         if kind != MessageKind.UPDATE or not self._copies.total():
             return message
         for live in self._runs():
@@ -856,9 +859,15 @@ class Fate:
                 return (*message[:5], flipped(message[5]).tobytes(), *message[6:])
         return message
 
-    def _arriving_sum(self, message):
+    def _fetched_sum(self, frame):
+        self._cluster.oracle.checks["sums fetched"] += 1
+        return self._damage_sum(frame)
+
+    def _damage_sum(self, frame):
         """A sum as it arrives; damaged if an update in it shall be."""
-        names = [summand[:2] for summand in decode_sum(unwrap(message[5])).summands]
+        if not self._copies.total():
+            return frame
+        names = [summand[:2] for summand in decode_sum(unwrap(frame)).summands]
         for live in self._runs():
             members = live.state.members.replicas
             workers = [members[o].worker for o, _ in names if o in members]
@@ -867,9 +876,8 @@ class Fate:
                 self._copies[struck[0]] -= 1
                 self._cluster.oracle.damaged.update(names)
                 self._world.note("fate", f"damages the sum of {names}")
-                damaged_sum = flipped(unwrap(message[5])).tobytes()
-                return (*message[:5], damaged_sum, *message[6:])
-        return message
+                return flipped(unwrap(frame)).tobytes()
+        return frame
 
     def _slow_down(self):
         there = [SCHEDULER, *(w.address for w in self._workers())]

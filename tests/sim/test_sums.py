@@ -1,12 +1,16 @@
 """A relay that sends the sum of updates: what replicas take in from sums."""
 
+import asyncio
+import contextlib
+
 import numpy as np
 import pytest
 
 from daskdl import FixedThreshold, GradientSharing, KeepResidual, codec
-from daskdl.channel import scheduler
+from daskdl.channel import merging, scheduler
 from daskdl.channel.merging import merged
-from daskdl.channel.protocol import Message, MessageKind, wrap
+from daskdl.channel.protocol import GoneError, Message, MessageKind, unwrap, wrap
+from daskdl.channel.worker import SUMS_KEPT, KeptSums
 from daskdl.codec import Summand
 from tests.sim.cluster import simulated
 from tests.sim.fit import Cluster, Setup
@@ -14,8 +18,11 @@ from tests.support.channels import (
     RUN,
     a_run,
     begin,
+    flipped,
     frame_of,
+    held_up,
     in_thread,
+    item_of,
     publish,
     recorded,
     wait_until,
@@ -171,6 +178,159 @@ def test_nothing_waits_in_vain_for_others_to_be_merged():
 
     assert cluster.client.error is None
     assert cluster.oracle.checks["updates taken in sums"] > 0
+
+
+FETCH = "daskdl_fetch_sum"
+
+
+@contextlib.asynccontextmanager
+async def merging_run(c, s, *workers, monkeypatch):
+    """A run that passes all sums on from worker to worker, in a chain."""
+    monkeypatch.setattr(merging, "TREE_BYTES", 0)
+    async with a_run(c, s, *workers, merge_s=1000.0, fan_out=1) as run:
+        yield run
+
+
+async def publish_all(run, step=1):
+    for replica, channel in run.channels.items():
+        assert publish(channel, 1 + replica, step=step)
+
+
+async def all_arrive(run, sequence=1):
+    last = dict.fromkeys(run.channels, sequence)
+    for channel in run.channels.values():
+        await in_thread(channel.wait_for_updates, last)
+
+
+@simulated(3)
+async def test_sums_are_passed_on_from_worker_to_worker(c, s, *workers, monkeypatch):
+    async with merging_run(c, s, *workers, monkeypatch=monkeypatch) as run:
+        fetched = [recorded(w.handlers, FETCH, monkeypatch) for w in workers]
+        relayed = recorded(s.handlers, FETCH, monkeypatch)
+
+        await publish_all(run)
+        await all_arrive(run)
+
+        assert sorted(map(len, fetched)) == [0, 1, 1]
+        assert not relayed
+        assert counts(run.channels[0].drain()) == [0, 1, 1]
+        assert counts(run.channels[1].drain()) == [1, 0, 1]
+
+
+async def gone(**fields):
+    return {"status": "unknown", "reason": "no such replica here"}
+
+
+async def silent(**fields):
+    await asyncio.sleep(1e3)
+
+
+def damaging(handler):
+    async def answering(**fields):
+        answer = await handler(**fields)
+        return {**answer, "frame": flipped(unwrap(answer["frame"])).tobytes()}
+
+    return answering
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged", "silent"])
+@simulated(3)
+async def test_a_sum_that_a_worker_does_not_pass_on_comes_from_the_scheduler(
+    c, s, *workers, how, monkeypatch
+):
+    async with merging_run(c, s, *workers, monkeypatch=monkeypatch) as run:
+        for worker in workers:
+            damaged = damaging(worker.handlers[FETCH])
+            answering = {"gone": gone, "damaged": damaged, "silent": silent}[how]
+            monkeypatch.setitem(worker.handlers, FETCH, answering)
+        relayed = recorded(s.handlers, FETCH, monkeypatch)
+
+        await publish_all(run)
+        await all_arrive(run)
+
+        assert len(relayed) == 2
+        assert counts(run.channels[0].drain()) == [0, 1, 1]
+        assert run.channels[0].stats().refused == 0
+
+
+def refusing_once(server, monkeypatch):
+    """Let a server refuse the next request for a sum."""
+    handler, refused = server.handlers[FETCH], []
+
+    async def answering(**fields):
+        if refused:
+            return await handler(**fields)
+        refused.append(fields)
+        return {"status": "refused", "reason": "not now"}
+
+    monkeypatch.setitem(server.handlers, FETCH, answering)
+
+
+@simulated(2)
+async def test_a_sum_that_nobody_can_provide_is_announced_again(
+    c, s, a, b, monkeypatch
+):
+    async with merging_run(c, s, a, b, monkeypatch=monkeypatch) as run:
+        for server in (a, b, s):
+            refusing_once(server, monkeypatch)
+
+        await publish_all(run)
+        await all_arrive(run)
+
+        assert counts(run.channels[0].drain()) == [0, 1, 0]
+
+
+@simulated(2)
+async def test_what_follows_a_sum_is_delivered_after_it(c, s, a, b, monkeypatch):
+    async with a_run(c, s, a, b) as run:
+        released = held_up(a.handlers, FETCH, monkeypatch)
+        fetched = recorded(a.handlers, FETCH, monkeypatch)
+        first, second = stamps(run, (0, 1), (0, 2))
+        frame = unwrap(sum_of(frame_of(first, 1))[5])
+        await run.link(0).sums.keep(5, frame)
+        note = Message.control(MessageKind.SUM_AT, sequence=5, nbytes=frame.nbytes)
+
+        following = item_of(second, frame_of(second, 2))
+        delivering = asyncio.ensure_future(run.deliver(1, note.to_wire(), following))
+        await wait_until(lambda: fetched)
+        before = run.received(1, 0)
+        released.set()
+
+        assert (await delivering)["accepted"] == 2
+        assert (before, run.received(1, 0)) == ((0, ()), (2, ()))
+
+
+@simulated(2)
+async def test_the_replicas_of_a_worker_fetch_a_sum_once(c, s, a, b, monkeypatch):
+    async with merging_run(c, s, a, b, b, b, monkeypatch=monkeypatch) as run:
+        fetched = [recorded(w.handlers, FETCH, monkeypatch) for w in (a, b)]
+
+        for step in (1, 2):  # workers take turns
+            await publish_all(run, step)
+            await all_arrive(run, step)
+
+        assert sorted(map(len, fetched)) == [1, 1]
+        for channel in run.channels.values():
+            assert sum(counts(channel.drain())) > 0
+
+
+def test_a_worker_keeps_the_latest_sums_within_a_bound():
+    kept = KeptSums(limit_bytes=10)
+
+    async def keep_some():
+        for number in range(1, SUMS_KEPT + 2):
+            await kept.keep(number, bytes(2))
+        before = [kept.find(number) for number in (1, 2)]
+        await kept.keep(9, bytes(20))
+        assert await kept.wait_for(9, 0.01) == bytes(20)
+        with pytest.raises(GoneError):
+            await kept.wait_for(3, 0.01)
+        with pytest.raises(TimeoutError):
+            await kept.wait_for(10, 0.01)
+        return before
+
+    assert asyncio.run(keep_some()) == [None, bytes(2)]
+    assert kept.nbytes == 20
 
 
 def kinds(requests):

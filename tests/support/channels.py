@@ -241,6 +241,7 @@ def settings(replicas, pieces=None, relay_bytes=2**20, **options):
         run=spec.run,
         relay_bytes=relay_bytes,
         relayed=ROUTINGS[spec.routing].relayed,
+        fan_out=spec.fan_out,
         **plan,
     )
     return dataclasses.replace(spec, merges=run.merges), run

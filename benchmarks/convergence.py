@@ -113,19 +113,20 @@ MASTERS: dict[str, daskdl.GradientSharing | daskdl.ParameterAveraging] = {
     "every 4": Sharing(exchange_every=4),
     "every 16": Sharing(exchange_every=16),
     # Independent of time.
-    "lockstep": Sharing(max_staleness=0),
+    **{
+        f"lockstep {every} momentum {momentum}".replace(" auto", "").removesuffix(
+            " momentum 0"
+        ): Sharing(max_staleness=0, exchange_every=every, momentum=momentum)
+        for every, momentum in itertools.product(
+            ("auto", 1, 4, 16), (0, 0.3, 0.5, 0.8, 0.9)
+        )
+    },
     "lockstep summable": Sharing(max_staleness=0, threshold=SummableThreshold()),
     "cost 0.5": SharingAtCost(cost=0.5),
     "cost 2": SharingAtCost(cost=2.0),
     "momentum 0.5": Sharing(momentum=0.5),
     "momentum 0.8": Sharing(momentum=0.8),
     "momentum 0.9": Sharing(momentum=0.9),
-    **{
-        f"lockstep {every}{f' momentum {momentum}' * (momentum > 0)}": Sharing(
-            max_staleness=0, exchange_every=every, momentum=momentum
-        )
-        for every, momentum in itertools.product((1, 4, 16), (0.0, 0.5, 0.8, 0.9))
-    },
     "averaging": Averaging(),
     "averaging in 8": Averaging(compression="dense8"),
     "averaging 1": Averaging(frequency=1),

@@ -4,18 +4,28 @@ import importlib
 import json
 import math
 import sys
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import compare, contest, cuda, report, time_to_accuracy, transformer
+from benchmarks import (
+    compare,
+    contest,
+    convergence,
+    cuda,
+    report,
+    time_to_accuracy,
+    transformer,
+)
 from benchmarks.contest import CONTESTANTS
 from benchmarks.peers.loop import Arguments, Gauge, Least
 from benchmarks.report import bars
 from benchmarks.results import Question, Result, columns_of, load
-from daskdl import codec
+from benchmarks.work import TASKS
+from daskdl import GradientSharing, codec
 
 COLUMNS = "case density:.0e ms:.2f ratio:.2f"
 ROWS = [{"case": "find", "density": 1e-3, "ms": 1.25, "ratio": 0.5, "more": [1, 2]}]
@@ -155,6 +165,47 @@ def test_a_measurement_of_a_gpu_that_fails_leaves_the_others(monkeypatch):
         "RuntimeError: out of memory",
     ]
     assert [row["part"] for row in rows] == ["copies"] * 2 + ["ceilings"] * 2
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    {
+        "lockstep": {},
+        "lockstep 16": {"exchange_every": 16},
+        "lockstep momentum 0.5": {"momentum": 0.5},
+        "lockstep 4 momentum 0.8": {"exchange_every": 4, "momentum": 0.8},
+    }.items(),
+)
+def test_a_way_in_lockstep_has_the_interval_and_the_momentum_of_its_name(way, options):
+    assert convergence.MASTERS[way] == GradientSharing(max_staleness=0, **options)
+
+
+def test_in_lockstep_runs_repeat_and_momentum_learns_more_from_the_same_steps(
+    monkeypatch, tmp_path, capsys
+):
+    task = replace(TASKS["diabetes"], epochs=2)
+    monkeypatch.setitem(TASKS, "diabetes", task)
+    ways = ["lockstep 4", "lockstep 4 momentum 0.5", "lockstep 4 momentum 0.5"]
+    rows = []
+    for way in ways:
+        run = convergence.Run("diabetes", "SGD", 2, way, seed=0)
+        returned, scores, sent = convergence.shared(run, 1.0)
+        row = convergence.Row(
+            **asdict(run), returned=returned, scores=scores, sent=sent, seconds=1.0
+        )
+        rows.append(row)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows[:2]))
+
+    convergence.main(["--kept", str(file)])
+
+    plain, faster, again = rows
+    assert faster.scores[-1] < plain.scores[-1]
+    assert faster == again
+    table, *_ = capsys.readouterr().out.partition("\n\n")
+    for row, line in zip(rows, table.splitlines()[1:], strict=False):
+        assert f" 2 {row.way} " in line
+        assert f" {row.returned:.4f} " in line
 
 
 def test_an_echo_sends_each_update_back_once():

@@ -8,7 +8,7 @@ Counted:  Accuracy or loss on rows that were not trained on, mean and standard d
           synchronous training with as many replicas, the same rate and seed, in points
           of accuracy or percent of the loss, more is better; `worst` of the seeds;
           `best` compares the best epoch of each, which early stopping would return:
-          who learns faster overfits sooner.
+          who learns faster overfits sooner. NaN: a fit diverged.
           `epochs`: the first after which the model was as good as one process over its
           last three. `sent`: bytes published / bytes of whole updates. Replicas are
           threads of one process (`Trainer(client=False)`): the step, the codec and the
@@ -220,7 +220,10 @@ def _rank(rank: int, run: Run, folder: str) -> None:
 
 
 def shared(run: Run, rate_factor: float) -> tuple[float, list[float], float]:
-    """daskdl: the returned model's score, those after each epoch, and bytes sent."""
+    """daskdl: the returned model's score, those after each epoch, and bytes sent.
+
+    They are NaN if the fit diverged.
+    """
     task = TASKS[run.task]
     split = task.split()
     trainer = daskdl.Trainer(
@@ -234,7 +237,10 @@ def shared(run: Run, rate_factor: float) -> tuple[float, list[float], float]:
     )
     test = split.x_test, split.y_test
     options = {"epochs": task.epochs, "batch_size": task.batch_size}
-    history = trainer.fit(split.x, split.y, validation=test, **options)
+    try:
+        history = trainer.fit(split.x, split.y, validation=test, **options)
+    except daskdl.DivergedError:
+        return math.nan, [math.nan] * task.epochs, math.nan
     sent, dense = (sum(history.column(f"{name}_bytes")) for name in ("sent", "dense"))
     returned = task.test(trainer.model_, *map(torch.from_numpy, test))
     return returned, history.column(f"val_{task.score}"), sent / max(1, dense)
@@ -286,6 +292,11 @@ def gaps(
     return [100 * (base - score) / base for score, base in pairs]
 
 
+def worst_first(gap: float) -> float:
+    """A key to sort by: what diverged comes first."""
+    return -math.inf if math.isnan(gap) else gap
+
+
 def table(rows: list[Row]) -> str:
     """A line for each task, optimizer, number of replicas and way."""
     wide = max(14, *(len(row.way) for row in rows))
@@ -320,8 +331,8 @@ def table(rows: list[Row]) -> str:
         epochs = [reached(row.scores, goal, task) for row in repeats]
         lines.append(
             f"{name:9} {optimizer:9} {replicas:>2} {way:{wide}} "
-            f"{statistics.mean(returned):8.4f} {statistics.pstdev(returned):6.4f} "
-            f"{statistics.mean(gap):+8.2f} {min(gap):+7.2f} "
+            f"{np.mean(returned):8.4f} {np.std(returned):6.4f} "
+            f"{statistics.mean(gap):+8.2f} {min(gap, key=worst_first):+7.2f} "
             f"{statistics.mean(best):+6.2f} "
             f"{statistics.fmean(epochs):6.1f} "
             f"{statistics.mean(row.sent for row in repeats):8.2e}"
@@ -358,7 +369,9 @@ def summary(rows: list[Row]) -> str:
         if (optimizer, way) not in values:
             continue
         gap_of, best_of, of = zip(*values[optimizer, way], strict=True)
-        worst, row = min(zip(gap_of, of, strict=True), key=operator.itemgetter(0))
+        worst, row = min(
+            zip(gap_of, of, strict=True), key=lambda pair: worst_first(pair[0])
+        )
         lines.append(
             f"{optimizer:9} {way:{wide}} {statistics.mean(gap_of):+8.2f} "
             f"{worst:+7.2f} {f'{row.task}, {row.replicas}':20} "

@@ -208,6 +208,27 @@ def test_in_lockstep_runs_repeat_and_momentum_learns_more_from_the_same_steps(
         assert f" {row.returned:.4f} " in line
 
 
+def test_a_fit_that_diverges_has_a_row_and_is_the_worst(monkeypatch):
+    monkeypatch.setitem(TASKS, "diabetes", replace(TASKS["diabetes"], epochs=2))
+    run = convergence.Run("diabetes", "SGD", 2, "lockstep 4 momentum 0.9", seed=1)
+
+    returned, scores, sent = convergence.shared(run, rate_factor=1e9)
+
+    diverged = convergence.Row(
+        **asdict(run), returned=returned, scores=scores, sent=sent, seconds=1.0
+    )
+    assert math.isnan(diverged.returned)
+    assert len(diverged.scores) == 2
+    learned = replace(diverged, seed=0, returned=0.7, scores=[0.8, 0.7], sent=0.1)
+    beside = [
+        replace(learned, way="synchronous", seed=seed, returned=0.6) for seed in (0, 1)
+    ]
+    rows = [learned, diverged, *beside]
+    assert " nan diabetes, 2 " in convergence.summary(rows).replace("+nan", "nan")
+    *_, line = convergence.table(rows).splitlines()
+    assert line.split()[-5:-2] == ["+nan", "+nan", "+nan"]  # to sync, worst, best
+
+
 def test_an_echo_sends_each_update_back_once():
     echo = transformer.Echo(SimpleNamespace(run=7))
     entries_K = np.array([2, -5], np.int32)

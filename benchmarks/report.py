@@ -47,6 +47,7 @@ SECTIONS = {
     "Quality of models": "convergence-defaults",
     "Quality of models, in lockstep": "convergence-lockstep",
     "Momentum": "momentum",
+    "Momentum, 4 and 16 replicas": "momentum-replicas",
     "Intervals with AdamW": "intervals-adamw",
     "Progress that was not sent": "residuals",
     "Quality of models, longer runs": "convergence-longer",

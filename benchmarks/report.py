@@ -29,6 +29,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 SECTIONS = {
     "Other libraries": "peers",
     "Links": "links",
+    "Links, first and later steps": "links-steps",
     "Time to accuracy": "time-to-accuracy",
     "Steps to accuracy": "lockstep",
     "Scaling on a Dask cluster": "scaling",

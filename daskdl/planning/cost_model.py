@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from daskdl.channel import routing, scheduler
+from daskdl.channel.leasing import RunSpec
 from daskdl.channel.protocol import UNSENT_BYTES, WIRE_BYTES
 from daskdl.config import is_number
 from daskdl.errors import OptionError
@@ -26,7 +27,6 @@ MEASURED_EVERY = 16  # steps between measured exchanges, if the master chooses t
 # Size of the sum of many updates, bytes per parameter: that of 32 updates which each
 # have 5 % of the entries (benchmarks/emulation.py).
 SUM_BYTES = 0.65
-SUM_FAN_OUT = 4  # workers to which a sum is sent from one place
 HIGH_EFFICIENCY = 0.9  # least efficiency at which "compute" is the limit
 
 
@@ -363,8 +363,9 @@ def _traffic(
         handling_s = _handling_s(costs, requests, 2 / every)
         sum_bytes = costs.sum_bytes(replicas)
         in_sum = sum_bytes / costs.update_bytes  # updates as large as the sum
-        sent = replicas * nbytes + min(replicas, SUM_FAN_OUT) * (sum_bytes + WIRE_BYTES)
-        hops = math.ceil(math.log(max(replicas, 2), SUM_FAN_OUT))
+        copies = min(replicas, RunSpec.fan_out)  # that go out from one machine
+        sent = replicas * nbytes + copies * (sum_bytes + WIRE_BYTES)
+        hops = math.ceil(math.log(replicas, RunSpec.fan_out))
         travel_s = (hops + 1) * latency_s + hops * link.seconds(sum_bytes)
         return _Traffic(
             messages_s=handling_s + in_sum * costs.decode_s / every,

@@ -309,6 +309,8 @@ def measured(
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if asked.routing == "mesh" and asked.merge_s:
+        raise SystemExit("--merge-s needs a relay: a mesh merges no updates")
     updates, merge_s = record(asked.width, summed=asked.merge_s > 0), asked.merge_s
     for replicas in asked.replicas:
         with (

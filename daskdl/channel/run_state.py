@@ -580,10 +580,10 @@ class RunState:
             else:
                 self._deliver(sent[0], None)
         self._waiting_bytes = sum(m.nbytes + MESSAGE_BYTES for m in self.waiting)
-        self._urgent = False
         if self.waiting:
             self.on_waiting()
         else:
+            self._urgent = False
             self._forget_waits()
 
     def _send_together(

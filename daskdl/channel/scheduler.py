@@ -173,7 +173,7 @@ class WorkerBatcher:
 # The relay is paced slower than replicas: its cost is requests, not bytes.
 PACE_S = 0.010
 INLINE_BYTES = 2**16  # more bytes of updates are merged in a thread
-ARRIVAL_S = 1.0  # longest time until updates are answered that wait in a queue
+ARRIVAL_S = 0.5  # longest time until updates are answered that wait in a queue
 WATCHDOG_S = 0.25
 GRACE_S = 3.0  # for the replicas of a closing worker to flush, which waits 2 s at most
 MAX_REPLICAS = 1000  # per worker

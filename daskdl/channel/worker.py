@@ -437,13 +437,15 @@ class ReplicaEndpoint:
         """
         spec = self._spec
         worker = self.routing.workers.get(message.origin)
-        places = [] if worker is None else [(worker, message.origin)]
-        for address, replica in [*places, (None, spec.replica)]:
+        bound_s = spec.timeouts.request
+        places = [] if worker is None else [(worker, message.origin, bound_s / 4)]
+        scheduler = (None, spec.replica, bound_s / 2)
+        for address, replica, longest_s in [*places, scheduler]:
             asking = self.connection.ask(
                 address, FETCH_SUM, replica=replica, number=message.sequence
             )
             try:
-                async with asyncio.timeout(spec.timeouts.request / 2):
+                async with asyncio.timeout(longest_s):
                     answer = await asking
                 frame = copied(answer["frame"])
                 codec.decode_sum(frame, run=spec.run, size=spec.size)
@@ -817,7 +819,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     ) -> Fields:
         """Return a sum to a replica on another worker, once it is here."""
         endpoint = self._endpoint_of(run, replica)
-        timeout_s = endpoint.connection.spec.timeouts.request / 2
+        timeout_s = endpoint.connection.spec.timeouts.request / 4
         frame = await endpoint.sums.wait_for(number, timeout_s)
         return {"frame": wrap(np.frombuffer(frame, np.uint8))}
 

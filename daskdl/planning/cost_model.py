@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from daskdl.channel import routing, scheduler
 from daskdl.channel.leasing import RunSpec
+from daskdl.channel.merging import TREE_BYTES
 from daskdl.channel.protocol import UNSENT_BYTES, WIRE_BYTES
 from daskdl.config import is_number
 from daskdl.errors import OptionError
@@ -343,11 +344,7 @@ def _traffic(
         # In trees too, each replica sends one copy for each other replica. It announces
         # its progress together with its updates, so most requests carry both.
         requests = 2 * peers * min(announced, step_s / cycle_s)
-        hops, reached, width = 0, 1, 1
-        while reached < replicas:
-            width *= master.fan_out
-            reached += width
-            hops += 1
+        hops = _hops(replicas - 1, master.fan_out)
         return _Traffic(
             messages_s=_handling_s(costs, requests, 2 * peers / every) + decode_s,
             relay_s=0.0,
@@ -357,16 +354,20 @@ def _traffic(
             queue=max(1.0, unsent / nbytes),
         )
     down_s = scheduler.PACE_S + 2 * latency_s  # between two requests to a worker
+    # What is in the relay counts as unsent, up to an update that is being received.
+    in_relay = nbytes if unsent <= UNSENT_BYTES else RELAY_BYTES / peers
     if master.merge_s:
         requests = max(min(announced, step_s / cycle_s), step_s / routing.BEAT_S)
         requests += min(announced, step_s / down_s)
         handling_s = _handling_s(costs, requests, 2 / every)
         sum_bytes = costs.sum_bytes(replicas)
         in_sum = sum_bytes / costs.update_bytes  # updates as large as the sum
-        copies = min(replicas, RunSpec.fan_out)  # that go out from one machine
+        copies, hops = replicas, 1  # of a sum that leave one machine
+        if sum_bytes >= TREE_BYTES:
+            copies = min(replicas, RunSpec.fan_out)
+            hops = _hops(replicas, RunSpec.fan_out)
         sent = replicas * nbytes + copies * (sum_bytes + WIRE_BYTES)
-        hops = math.ceil(math.log(replicas, RunSpec.fan_out))
-        travel_s = (hops + 1) * latency_s + hops * link.seconds(sum_bytes)
+        travel_s = (hops + 1) * latency_s + hops * copies * link.seconds(sum_bytes)
         return _Traffic(
             messages_s=handling_s + in_sum * costs.decode_s / every,
             relay_s=replicas * handling_s
@@ -386,8 +387,23 @@ def _traffic(
         # If updates arrive at the relay together, the first one is sent at once.
         latency_s=2 * latency_s + (down_s if replicas > 2 else 0.0),
         longest_s=2 * latency_s + cycle_s + down_s,
-        queue=max(1.0, (unsent + RELAY_BYTES / peers) / nbytes),
+        queue=max(1.0, (unsent + in_relay) / nbytes),
     )
+
+
+def _hops(replicas: int, fan_out: int) -> int:
+    """Return the depth of a tree below a root that is none of the replicas.
+
+    Example:
+        >>> [_hops(replicas, 4) for replicas in (4, 5, 20, 21, 84)]
+        [1, 2, 2, 3, 3]
+    """
+    hops, reached, width = 1, fan_out, fan_out
+    while reached < replicas:
+        width *= fan_out
+        reached += width
+        hops += 1
+    return hops
 
 
 def _handling_s(costs: Costs, requests: float, updates: float) -> float:

@@ -4,6 +4,7 @@ This module decides when updates are due, proposes, publishes and commits them, 
 makes replicas agree at sync points.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -593,7 +594,7 @@ class GradientSharing(TrainingMaster):
             updates of all replicas: what a replica receives and decodes then hardly
             grows with their number. Updates wait there for those of the other replicas,
             up to 10 s and no longer than a replica that waits for them. Not in
-            lockstep.
+            lockstep. No effect with ``client=False``.
         fan_out: In a mesh, most replicas that one replica forwards an update to. With
             up to ``fan_out + 1`` replicas, each sends directly to all others.
         replicas_per_worker: Replicas in each worker process, or in this process with
@@ -715,7 +716,10 @@ class GradientSharing(TrainingMaster):
 
     @override
     def attach(self, context: ReplicaContext) -> Exchange:
-        return GradientSharingExchange(context, self)
+        merges = context.channel.merges  # not between threads
+        plain = self.routing == "merged" and not merges
+        options = dataclasses.replace(self, routing="plain") if plain else self
+        return GradientSharingExchange(context, options)
 
     def pace(self, *, adaptive: bool = False) -> ExchangePace:
         """Return how often replicas exchange.

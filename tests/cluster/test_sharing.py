@@ -2,7 +2,8 @@
 
 import functools
 import logging
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import dask.array as da
@@ -11,6 +12,8 @@ from distributed import get_worker
 from torch import nn
 
 from daskdl import Callback, GradientSharing
+from daskdl.channel import scheduler as scheduling
+from daskdl.channel.merging import merged
 from daskdl.channel.protocol import NAME
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Notes
@@ -68,14 +71,21 @@ def test_many_replicas_on_few_workers_use_the_relay(client, tmp_path):
     assert routing.by_replica() == {str(replica): "plain" for replica in range(10)}
 
 
-def test_updates_of_a_fit_are_merged(client, tmp_path):
-    merges, master = ChannelSetting(tmp_path, "merges"), kept(routing="merged")
-    fitted = trainer(
-        client, master=replace(master, replicas_per_worker=2), callbacks=[merges]
-    )
+def test_updates_of_a_fit_are_merged(threads, tmp_path, monkeypatch):
+    kinds, merges = Counter(), ChannelSetting(tmp_path, "merges")
+
+    def noting(*arguments):
+        together = merged(*arguments)
+        kinds.update(message.kind for message in together)
+        return together
+
+    monkeypatch.setattr(scheduling, "merged", noting)
+    master = kept(routing="merged", replicas_per_worker=2)
+    fitted = trainer(threads, master=master, callbacks=[merges])
 
     history = fitted.fit(X, Y, epochs=6, batch_size=8)
 
+    assert kinds["sum"] > 0
     assert merges.by_replica() == {str(replica): "True" for replica in range(4)}
     assert history.column("replicas") == [4] * 6
     assert fitted.evaluate(X, Y)["accuracy"] > 0.85

@@ -494,6 +494,20 @@ def arrive(state, key, *replicas, kind="meet"):
     return barrier
 
 
+def test_what_came_while_others_were_merged_is_still_due_at_a_barrier():
+    state = merging(2)
+    publish(state, 0)
+    merging_now = state.next_waiting()
+    together = merged(merging_now, SPEC.run)
+    publish(state, 1)
+    arrive(state, "end", 0, 1)
+
+    state.send_waiting(together, len(merging_now))
+
+    assert state.waiting
+    assert state.due
+
+
 def test_a_barrier_is_the_same_for_all_until_it_is_complete():
     state = joined(2)
 

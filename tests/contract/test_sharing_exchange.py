@@ -231,6 +231,18 @@ def test_replicas_wait_for_each_other_only_where_an_interval_begins():
     assert case.channel.bounds == [2, 2]
 
 
+@pytest.mark.parametrize(("merges", "bound"), [(False, 32), (True, 48)])
+def test_replicas_may_be_farther_ahead_where_updates_are_merged(merges, bound):
+    channel = Room()
+    channel.merges = merges
+    options = {"exchange_every": 16, "max_staleness": "auto", "routing": "merged"}
+    case = Case(channel=channel, **options)
+
+    case.step()
+
+    assert case.channel.bounds == [bound]
+
+
 def test_only_the_last_update_of_a_step_completes_it():
     published = Case(LAYERS).step()
 

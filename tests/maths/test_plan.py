@@ -169,6 +169,16 @@ CASES = {
         {"master": MERGED, "update_bytes": 10_000.0},
         {"apply_s": 0.02, "messages_s": 2 * 0.001 + 0.65e6 / 10_000 * 0.001},
     ),
+    "a large sum goes along a tree": (
+        21,
+        {
+            "master": replace(MERGED, max_staleness=None),
+            **{"update_bytes": 12_500.0, "link": slow(1e6)},
+            **dict.fromkeys(("request_s", "item_s", "decode_s"), 0.0),
+        },
+        # Steps of 0.13 s, and the link of the scheduler: 21 updates, four sums.
+        {"carried": 0.13 / ((21 * 12_532 + 4 * (21 * 12_500 + 32)) * 8 / 1e6)},
+    ),
     "of few merged updates each is applied": (
         2,
         {"master": MERGED},

@@ -154,8 +154,8 @@ MUTATIONS = {
     ),
     "a sum that a worker does not pass on is not fetched elsewhere": Mutation(
         "daskdl.channel.worker",
-        "[*places, (None, spec.replica)]",
-        "(places or [(None, spec.replica)])",
+        "[*places, scheduler]",
+        "(places or [scheduler])",
     ),
     "a relay does not keep the sums that workers pass on": Mutation(
         "daskdl.channel.run_state",

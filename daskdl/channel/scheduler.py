@@ -550,7 +550,7 @@ class LiveRun:
             )
         if acknowledgement is None:
             if accepted and not (leaves or state.spec.synchronous or state.spec.merges):
-                await self._arrival(replica)
+                await self._arrival(replica, messages[:accepted])
             return {"accepted": accepted}
         received = dict(acknowledgement["received"])
         generation = acknowledgement["generation"]
@@ -567,17 +567,18 @@ class LiveRun:
         if self._queued:
             self.notify()
 
-    async def _arrival(self, origin: int) -> None:
-        """Wait until most of a replica's updates have left all queues, or a moment.
+    async def _arrival(self, origin: int, newest: Sequence[Message]) -> None:
+        """Wait until a replica's updates before the newest have left, or a moment.
 
         Until it has the answer, a replica counts its updates as not sent. So one whose
         link is fast sends no more than the links of the others carry: a long queue
         would delay each update, and replicas would wait for each other.
         """
+        nbytes = UNSENT_BYTES + sum(m.nbytes + MESSAGE_BYTES for m in newest)
 
         def arrived() -> bool:
             boxes = self.state.outboxes.values()
-            return all(box.bytes_of(origin) <= UNSENT_BYTES for box in boxes)
+            return all(box.bytes_of(origin) <= nbytes for box in boxes)
 
         if arrived():
             return

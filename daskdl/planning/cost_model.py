@@ -354,8 +354,8 @@ def _traffic(
             queue=max(1.0, unsent / nbytes),
         )
     down_s = scheduler.PACE_S + 2 * latency_s  # between two requests to a worker
-    # What is in the relay counts as unsent, up to an update that is being received.
-    in_relay = nbytes if unsent <= UNSENT_BYTES else RELAY_BYTES / peers
+    # What is in the relay counts as unsent, up to the newest update and one on its way.
+    in_relay = 2 * nbytes if unsent <= UNSENT_BYTES else RELAY_BYTES / peers
     if master.merge_s:
         requests = max(min(announced, step_s / cycle_s), step_s / routing.BEAT_S)
         requests += min(announced, step_s / down_s)

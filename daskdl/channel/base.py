@@ -344,7 +344,7 @@ class Channel(ABC):
         lead = inbox.lead(step, interval)
         if max_staleness is None or lead <= max_staleness:
             return lead
-        with self._needing(step - max_staleness):
+        with self._announcing_need(step - max_staleness):
             self._wait_for_others(
                 WaitCause.STALENESS,
                 lambda: inbox.lead(step, interval) <= max_staleness,
@@ -352,7 +352,7 @@ class Channel(ABC):
             )
         return inbox.lead(step, interval)
 
-    def _needing(self, step: int) -> AbstractContextManager[None]:
+    def _announcing_need(self, step: int) -> AbstractContextManager[None]:
         """Let a relay that merges updates know that this replica waits for a step."""
         return contextlib.nullcontext()
 

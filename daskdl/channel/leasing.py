@@ -167,8 +167,8 @@ class RunSpec:
             replicas, to be sent as their sum, seconds; see `RunState.due`. 0: they do
             not wait, and are sent one by one. No effect if replicas are synchronous:
             sums would round local otherwise.
-        fan_out: Workers to which the relay sends a sum, and workers that fetch it from
-            each of these and of the others.
+        sum_fan_out: Most workers to which the scheduler, or another worker, sends a
+            large sum.
     """
 
     run: RunId
@@ -189,7 +189,7 @@ class RunSpec:
     payload_bytes: Natural = 2**26
     secret: Token = field(default=0, repr=False)
     merge_s: float = 0.0
-    fan_out: Positive = 4
+    sum_fan_out: Positive = 4
 
     @property
     def merges(self) -> bool:

@@ -167,7 +167,7 @@ class RemoteChannel(Channel):
 
     @override
     @contextlib.contextmanager
-    def _needing(self, step: int) -> Iterator[None]:
+    def _announcing_need(self, step: int) -> Iterator[None]:
         if not self.merges:
             yield
             return

@@ -614,7 +614,7 @@ class RunState:
             workers.setdefault(members.replicas[replica].worker, replica)
         self._sums += 1
         total = total._replace(sequence=self._sums)
-        return along_tree(total, workers, self.spec.fan_out)
+        return along_tree(total, workers, self.spec.sum_fan_out)
 
     def queued_sum(self, replica: int, number: int) -> Message:
         """Return a sum that a replica has not got yet, and may fetch elsewhere.

@@ -173,7 +173,7 @@ class WorkerBatcher:
 # The relay is paced slower than replicas: its cost is requests, not bytes.
 PACE_S = 0.010
 INLINE_BYTES = 2**16  # more bytes of updates are merged in a thread
-ARRIVAL_S = 0.5  # longest time until updates are answered that wait in a queue
+ARRIVAL_S = 0.5  # longest wait for earlier updates to arrive
 WATCHDOG_S = 0.25
 GRACE_S = 3.0  # for the replicas of a closing worker to flush, which waits 2 s at most
 MAX_REPLICAS = 1000  # per worker
@@ -218,7 +218,7 @@ class LiveRun:
         self.hanging = set()
         self.send_loops = {}
         self._changed = asyncio.Event()  # replaced after each change
-        self._queued = 0  # requests that wait until updates have left the queues
+        self._arrival_waits = 0  # requests whose updates still wait in a queue
         self._batchers: dict[str, WorkerBatcher] = {}
         self._removals: dict[int, asyncio.Task[None]] = {}  # of removed workers
         self._watchdog = asyncio.ensure_future(self._watch())
@@ -550,7 +550,7 @@ class LiveRun:
             )
         if acknowledgement is None:
             if accepted and not (leaves or state.spec.synchronous or state.spec.merges):
-                await self._arrival(replica, messages[:accepted])
+                await self._wait_for_arrival(replica, messages[:accepted])
             return {"accepted": accepted}
         received = dict(acknowledgement["received"])
         generation = acknowledgement["generation"]
@@ -564,15 +564,15 @@ class LiveRun:
         }
 
     def _notify_arrival(self) -> None:
-        if self._queued:
+        if self._arrival_waits:
             self.notify()
 
-    async def _arrival(self, origin: int, newest: Sequence[Message]) -> None:
-        """Wait until a replica's updates before the newest have left, or a moment.
+    async def _wait_for_arrival(self, origin: int, newest: Sequence[Message]) -> None:
+        """Wait until a replica's updates before the newest have arrived, or a moment.
 
-        Until it has the answer, a replica counts its updates as not sent. So one whose
-        link is fast sends no more than the links of the others carry: a long queue
-        would delay each update, and replicas would wait for each other.
+        Until a replica has the answer, it counts these updates as unsent. So a replica
+        with a fast link sends no more than the links of the others carry. Otherwise a
+        long queue would delay each update, and replicas would wait for each other.
         """
         nbytes = UNSENT_BYTES + sum(m.nbytes + MESSAGE_BYTES for m in newest)
 
@@ -584,15 +584,15 @@ class LiveRun:
             return
         timeouts = self.state.timeouts
         longest_s = min(ARRIVAL_S, timeouts.request / 2, timeouts.silence / 4)
-        self._queued += 1
+        self._arrival_waits += 1
         try:
             with contextlib.suppress(TimeoutError):
                 await self.until(arrived, longest_s)
         finally:
-            self._queued -= 1
+            self._arrival_waits -= 1
 
     async def handle_fetch_sum(self, replica: Natural, number: Natural) -> Fields:
-        """Return a sum to a replica that cannot fetch it where it should."""
+        """Return a sum to a replica that could not fetch it from another worker."""
         self.state.members.taking_part(replica)
         return {"frame": wrap(self.state.queued_sum(replica, number).payload)}
 

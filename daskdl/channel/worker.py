@@ -193,7 +193,7 @@ class BlobServer:
         return {"epoch": epoch, **blob.to_wire(part)}
 
 
-SUMS_KEPT = 4  # on a worker: those that fetch a sum late, fetch it from the scheduler
+SUMS_KEPT = 4  # on a worker; an older sum comes from the scheduler
 
 
 class KeptSums:
@@ -886,10 +886,10 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
                 f"replica {spec.replica} of run {run_id(spec.run)} is already open"
             )
         sums = KeptSums(spec.inbox_bytes)
-        for (run, _), beside in list(self.endpoints.items()):
+        for (run, _), endpoint in list(self.endpoints.items()):
             # A run that opens again after all replicas were lost has another secret.
-            if run == spec.run and beside.connection.spec.secret == spec.secret:
-                sums = beside.sums
+            if run == spec.run and endpoint.connection.spec.secret == spec.secret:
+                sums = endpoint.sums
         self.endpoints[key] = ReplicaEndpoint(self._transport, spec, sums)
         if self._pace is not None:
             self._pace.set_training(bool(self.endpoints))

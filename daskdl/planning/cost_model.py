@@ -120,10 +120,10 @@ class Costs:
         """Time of a step without an exchange, seconds."""
         return self.gradients_s + self.optimizer_s
 
-    def others_s(self, others: int, master: GradientSharing) -> float:
+    def apply_others_s(self, others: int, master: GradientSharing) -> float:
         """Return the time to apply an update of each other replica, seconds."""
-        apart_s = others * self.apply_s
-        return min(apart_s, self.dense_s) if master.merge_s else apart_s
+        separate_s = others * self.apply_s
+        return min(separate_s, self.dense_s) if master.merge_s else separate_s
 
     def sum_bytes(self, replicas: int) -> float:
         """Return the size of the sum of an update of each replica, bytes."""
@@ -238,10 +238,10 @@ def predict(
     """Predict the speed of a number of workers, >= 1; for `link` see `daskdl.plan`.
 
     In each exchange, a replica applies one update of each other replica, or the sum of
-    all if they are merged. The step time
-    includes decoding and sending, although the event loop does both: they hold the GIL,
-    and busy workers have no free core. Predictions ignore the start and the end of runs
-    and epochs, the loading of data, and differences in speed between workers.
+    all if they are merged. The step time includes decoding and sending, although the
+    event loop does both: they hold the GIL, and busy workers have no free core.
+    Predictions ignore the start and the end of runs and epochs, the loading of data,
+    and differences in speed between workers.
 
     Source:
         Deeplearning4j's ``efficiency = step / (step + encode + decode * all workers +
@@ -260,8 +260,8 @@ def predict(
             compute_s=alone.step_s,
         )
     costs = alone if link is not None else measured.here(workers)
-    others_s = costs.others_s(workers - 1, master)
-    exchange_s = costs.encode_s + others_s
+    apply_others_s = costs.apply_others_s(workers - 1, master)
+    exchange_s = costs.encode_s + apply_others_s
     pace = master.pace(adaptive=costs.adaptive)
     every = pace.steps_between(exchange_s / costs.step_s, STEPS_BEFORE)
     unsent = UNSENT_BYTES if master.exchange_every == "auto" else OUTBOX_BYTES
@@ -273,7 +273,7 @@ def predict(
         ),
     )
     encode_s = costs.overhead_s + costs.encode_s / every
-    apply_s = others_s / every
+    apply_s = apply_others_s / every
     training_s = costs.step_s + encode_s + apply_s
     traffic_in = functools.partial(
         _traffic, costs, master, unsent, link or HERE, workers
@@ -364,8 +364,8 @@ def _traffic(
         in_sum = sum_bytes / costs.update_bytes  # updates as large as the sum
         copies, hops = replicas, 1  # of a sum that leave one machine
         if sum_bytes >= TREE_BYTES:
-            copies = min(replicas, RunSpec.fan_out)
-            hops = _hops(replicas, RunSpec.fan_out)
+            copies = min(replicas, RunSpec.sum_fan_out)
+            hops = _hops(replicas, RunSpec.sum_fan_out)
         sent = replicas * nbytes + copies * (sum_bytes + WIRE_BYTES)
         travel_s = (hops + 1) * latency_s + hops * copies * link.seconds(sum_bytes)
         return _Traffic(

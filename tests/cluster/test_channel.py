@@ -44,7 +44,8 @@ async def test_a_second_plugin_adopts_the_state_of_the_first(c, s, a, b):
 async def test_sums_are_passed_on_from_worker_to_worker(c, s, *servers, monkeypatch):
     monkeypatch.setattr(merging, "TREE_BYTES", 0)
     size = 2**18  # a sum has more bytes than travel inside a message
-    options = {"merge_s": 100.0, "fan_out": 1, "size": size, "inbox_bytes": 2**23}
+    options = {"merge_s": 100.0, "sum_fan_out": 1}
+    options |= {"size": size, "inbox_bytes": 2**23}
     signs_N = np.random.default_rng(0).integers(-1, 2, size, np.int32)
     entries_K = (signs_N * np.arange(1, size + 1, dtype=np.int32))[signs_N != 0]
 

@@ -236,7 +236,7 @@ def publish_from(state, replicas, sequence=1):
 
 
 def test_a_few_workers_get_a_sum_and_the_others_fetch_it_from_these(small_sums):
-    state = merging(9, fan_out=2)
+    state = merging(9, sum_fan_out=2)
     publish_from(state, range(9))
 
     messages = {replica: queued(state, replica)[0] for replica in range(9)}
@@ -253,7 +253,7 @@ def test_a_few_workers_get_a_sum_and_the_others_fetch_it_from_these(small_sums):
 
 
 def test_workers_take_turns_to_get_a_sum_at_once(small_sums):
-    state = merging(4, fan_out=2)
+    state = merging(4, sum_fan_out=2)
     earliest = []
     for sequence in (1, 2):
         publish_from(state, range(4), sequence)
@@ -265,9 +265,9 @@ def test_workers_take_turns_to_get_a_sum_at_once(small_sums):
 
 
 def test_small_sums_and_those_of_few_workers_are_sent_to_all():
-    state = merging(9, fan_out=2)
+    state = merging(9, sum_fan_out=2)
     publish_from(state, range(9))
-    few = merging(2, fan_out=2)
+    few = merging(2, sum_fan_out=2)
     publish_from(few, range(2))
 
     assert {queued(state, r)[0].kind for r in range(9)} == {"sum"}
@@ -275,7 +275,7 @@ def test_small_sums_and_those_of_few_workers_are_sent_to_all():
 
 
 def test_replicas_of_a_worker_get_the_same_message(small_sums):
-    state = merging({0: "tcp://a", 1: "tcp://b", 2: "tcp://b"}, fan_out=1)
+    state = merging({0: "tcp://a", 1: "tcp://b", 2: "tcp://b"}, sum_fan_out=1)
     publish_from(state, range(3))
 
     first, second, third = (queued(state, r)[0] for r in range(3))
@@ -285,7 +285,7 @@ def test_replicas_of_a_worker_get_the_same_message(small_sums):
 
 
 def test_a_sum_is_kept_until_all_have_it_though_only_a_note_is_sent(small_sums):
-    state = merging(3, fan_out=1)
+    state = merging(3, sum_fan_out=1)
     publish_from(state, range(3))
     replica = next(r for r in range(3) if queued(state, r)[0].kind == "sum at")
     message = queued(state, replica)[0]

@@ -179,6 +179,25 @@ CASES = {
         # Steps of 0.13 s, and the link of the scheduler: 21 updates, four sums.
         {"carried": 0.13 / ((21 * 12_532 + 4 * (21 * 12_500 + 32)) * 8 / 1e6)},
     ),
+    "a small sum goes to each worker": (
+        21,
+        {
+            "master": replace(MERGED, max_staleness=None),
+            **{"update_bytes": 1000.0, "link": slow(1e5)},
+            **dict.fromkeys(("request_s", "item_s", "decode_s"), 0.0),
+        },
+        {"carried": 0.13 / ((21 * 1032 + 21 * (21 * 1000 + 32)) * 8 / 1e5)},
+    ),
+    "updates in the relay count as unsent": (
+        2,
+        {
+            **{"master": GradientSharing(), "encode_s": 0.009},
+            "link": slow(1e5),  # 1 s for an update, every 4 steps
+        },
+        # Two updates of 1 s leave the scheduler every 4 steps. In transit are 64 KiB
+        # and two updates, of the 32 that fit into 128 steps.
+        {"step_s": 2 * 0.25 * 4 / 128 * (2**16 / 12_500 + 2)},
+    ),
     "of few merged updates each is applied": (
         2,
         {"master": MERGED},

@@ -134,7 +134,7 @@ class Setup:
             subtract them from a sum.
         inline_bytes: Larger updates are decoded, and sums made and read, in a thread.
         tree_bytes: Smaller sums are sent to all workers.
-        sum_fan_out: Workers to which larger ones are sent, see `RunSpec.fan_out`.
+        sum_fan_out: Workers to which larger ones are sent, see `RunSpec`.
     """
 
     workers: int = 3
@@ -282,7 +282,9 @@ class Client(Server):
         run = run_spec_of(
             self.spec, there, self._sources, None, relayed, setup.relay_bytes
         )
-        run = dataclasses.replace(run, merge_s=setup.merge_s, fan_out=setup.sum_fan_out)
+        run = dataclasses.replace(
+            run, merge_s=setup.merge_s, sum_fan_out=setup.sum_fan_out
+        )
         self._merges = run.merges
         await self._ask(protocol.OPEN, spec=vars(run), client=self.name)
         self._cluster.opened()

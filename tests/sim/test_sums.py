@@ -32,17 +32,21 @@ from tests.support.run_states import GRID, SIZE
 LIMIT_S = 300.0
 
 
-@pytest.mark.parametrize("inline_bytes", [0, 2**20], ids=["thread", "inline"])
-def test_most_updates_of_a_fit_arrive_in_sums(inline_bytes):
-    setup = Setup(workers=6, merge_s=0.1, inline_bytes=inline_bytes)
-    cluster = Cluster(3, setup)
+def checks_of_fit(**options):
+    """Let six workers fit without an error; return what was checked how often."""
+    cluster = Cluster(3, Setup(workers=6, **options))
     try:
         cluster.fit(LIMIT_S)
     finally:
         cluster.close()
-
     assert cluster.client.error is None
-    checks = cluster.oracle.checks
+    return cluster.oracle.checks
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 2**20], ids=["thread", "inline"])
+def test_most_updates_of_a_fit_arrive_in_sums(inline_bytes):
+    checks = checks_of_fit(merge_s=0.1, inline_bytes=inline_bytes)
+
     assert checks["shared is the sum of the updates"] > 0
     assert checks["updates taken in sums"] > checks["updates taken once"] / 2
 
@@ -169,15 +173,9 @@ def test_nothing_waits_in_vain_for_others_to_be_merged():
     master = GradientSharing(
         FixedThreshold(2.0**-6), KeepResidual(), exchange_every=4, max_staleness=1
     )
-    setup = Setup(workers=6, merge_s=1000.0, master=master, step_s={0: 0.02, 1: 0.2})
-    cluster = Cluster(3, setup)
-    try:
-        cluster.fit(LIMIT_S)
-    finally:
-        cluster.close()
+    checks = checks_of_fit(merge_s=1000.0, master=master, step_s={0: 0.02, 1: 0.2})
 
-    assert cluster.client.error is None
-    assert cluster.oracle.checks["updates taken in sums"] > 0
+    assert checks["updates taken in sums"] > 0
 
 
 FETCH = "daskdl_fetch_sum"
@@ -187,7 +185,7 @@ FETCH = "daskdl_fetch_sum"
 async def merging_run(c, s, *workers, monkeypatch):
     """A run that passes all sums on from worker to worker, in a chain."""
     monkeypatch.setattr(merging, "TREE_BYTES", 0)
-    async with a_run(c, s, *workers, merge_s=1000.0, fan_out=1) as run:
+    async with a_run(c, s, *workers, merge_s=1000.0, sum_fan_out=1) as run:
         yield run
 
 

@@ -85,14 +85,14 @@ async def test_a_full_outbox_refuses_updates_and_accepted_ones_arrive(
         assert sender.stats().withheld == 3
 
 
-def told(handlers, operation, monkeypatch, names):
-    """Note in a list when requests of one kind have been answered."""
+def note_answers(handlers, operation, monkeypatch, answered):
+    """Add the operation to a list whenever a request with messages is answered."""
     answer = handlers[operation]
 
     async def noting(**fields):
         result = await answer(**fields)
         if fields["messages"]:
-            names.append(operation)
+            answered.append(operation)
         return result
 
     monkeypatch.setitem(handlers, operation, noting)
@@ -106,8 +106,8 @@ async def test_an_update_counts_as_sent_once_those_before_it_have_arrived(
     async with a_run(c, s, a, b) as run:
         sender, answered = run.channels[0], []
         released = held_up(b.handlers, "daskdl_deliver", monkeypatch)
-        told(b.handlers, "daskdl_deliver", monkeypatch, answered)
-        told(s.handlers, "daskdl_publish", monkeypatch, answered)
+        note_answers(b.handlers, "daskdl_deliver", monkeypatch, answered)
+        note_answers(s.handlers, "daskdl_publish", monkeypatch, answered)
 
         assert publish(sender)
         await wait_until(lambda: sender.has_room(unsent=0))

@@ -231,7 +231,8 @@ def applied_by(channel):
 
 def settings(replicas, pieces=None, relay_bytes=2**20, **options):
     """The specs of the channels of replicas and of their run."""
-    names = {"min_replicas", "synchronous", "intervals", "merge_s"} & options.keys()
+    names = {"min_replicas", "synchronous", "intervals", "merge_s", "sum_fan_out"}
+    names &= options.keys()
     plan = {name: options.pop(name) for name in names}
     spec = dataclasses.replace(SPEC, **{"timeouts": TIMEOUTS, "fan_out": 1, **options})
     run = plan_of(
@@ -241,7 +242,6 @@ def settings(replicas, pieces=None, relay_bytes=2**20, **options):
         run=spec.run,
         relay_bytes=relay_bytes,
         relayed=ROUTINGS[spec.routing].relayed,
-        fan_out=spec.fan_out,
         **plan,
     )
     return dataclasses.replace(spec, merges=run.merges), run

@@ -382,22 +382,23 @@ def executed(client):
     return client.run(lambda dask_worker: dask_worker.state.executed_count)
 
 
+@dataclass
 class MeetInPass:
     """A transform of a pass over data: waits until so many workers have applied it.
 
     Which worker gets a part depends on how long the parts before it take.
     """
 
-    def __init__(self, folder, workers):
-        self._folder, self._workers = folder, workers
+    folder: Path
+    workers: int
 
     def __call__(self, batch):
         try:
             worker = get_worker()
         except ValueError:  # the client tries it, too
             return batch
-        (self._folder / worker.id).touch()
-        poll_for(lambda: len(list(self._folder.iterdir())) == self._workers, 60)
+        (self.folder / worker.id).touch()
+        poll_for(lambda: len(list(self.folder.iterdir())) == self.workers, 60)
         return batch
 
 

@@ -25,6 +25,7 @@ from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Timeouts
+from daskdl.training.dask_backend import MERGE_S
 
 START_S = 600  # a job may wait in its queue
 MAX_WORKERS = 8  # processes on this machine, however many members they have
@@ -132,7 +133,6 @@ def _open_run(
     size: int,
     routing: str,
     rows: int,
-    merge_s: float,
 ) -> Iterator[Callable[[int], ChannelSpec]]:
     client.register_plugin(ChannelSchedulerPlugin())
     client.register_plugin(ChannelWorkerPlugin())
@@ -151,7 +151,7 @@ def _open_run(
         "timeouts": vars(timeouts),
         "relayed": ROUTINGS[routing].relayed,
         "intervals": WHOLE_EPOCHS,
-        "merge_s": merge_s,
+        "merge_s": MERGE_S if routing == "merged" else 0.0,
     }
     client.sync(client.scheduler.daskdl_open, spec=spec, client=client.id)
     limits = OUTBOX_BYTES, INBOX_BYTES
@@ -165,7 +165,6 @@ def _open_run(
             timeouts,
             routing,
             secret=secret,
-            merges=merge_s > 0 and ROUTINGS[routing].relayed,
         )
     finally:
         client.sync(getattr(client.scheduler, protocol.CLOSE), run=run, secret=secret)
@@ -219,7 +218,6 @@ def run_members(
     function: Any,
     *more: Any,
     rows: int = 0,
-    merge_s: float = 0.0,
 ) -> tuple[list[Any], Usage]:
     """Call ``function(spec, *more)`` for each member of a run, at the same time.
 
@@ -231,7 +229,6 @@ def run_members(
         function: What each member does.
         *more: Further arguments of `function`.
         rows: Rows to lease, of an epoch.
-        merge_s: Longest time that updates wait to be sent as sums, see `RunSpec`.
 
     Returns:
         What the members return, and what all processes have used meanwhile.
@@ -251,7 +248,7 @@ def run_members(
         return float(times.user + times.system)
 
     places = spread(client, members)
-    with _open_run(client, places, size, routing, rows, merge_s) as spec:
+    with _open_run(client, places, size, routing, rows) as spec:
         workers = [
             psutil.Process(process_id) for process_id in client.run(pid).values()
         ]

@@ -22,20 +22,19 @@ Counted:  Each member of a run leases rows, sleeps in place of a step, publishes
           Staleness in steps, at the end of each. Members are threads of up to
           `--processes` workers, which share this machine's cores with the scheduler.
           Memory: of all workers, at the end.
-          With `--merge-s`, the scheduler sends updates as sums: each update waits there
-          for those of the other members, for so many seconds at most. A member then
-          receives one frame for all of them, and the time to apply a dense update
-          counts; what decoding takes is only in the CPU of the workers.
+          "merged": the scheduler sends updates as sums, so a member receives one frame
+          for all of them, and the time to apply a dense update counts; what decoding
+          takes is only in the CPU of the workers.
 Run:      python -m benchmarks emulation
           python -m benchmarks emulation --replicas 2 16 64 --step-ms 1000
-              --exchange-every 0 --seconds 80
+              --exchange-every 0 --seconds 80 --routing auto mesh
           python -m benchmarks emulation --replicas 64 128 256 --step-ms 1000
               --exchange-every 64 --width 512
-          python -m benchmarks emulation --replicas 2 16 64 --step-ms 1000
-              --exchange-every 16 --seconds 80 --merge-s 10
 """
 
 import argparse
+import functools
+import itertools
 import math
 import statistics
 import time
@@ -88,6 +87,7 @@ class Recording:
         return self.updates[(7 * replica + number) % len(self.updates)]
 
 
+@functools.cache
 def record(width: int, *, summed: bool) -> Recording:
     task, stamp = WORKS["mlp"], codec.Stamp(0, 0, 1, 1)
     split = task.split()
@@ -179,11 +179,15 @@ def member(
     channel = RemoteChannel(get_worker().extensions[NAME], spec)
     master = GradientSharing(
         exchange_every=case.exchange_every or "auto",
-        routing="merged" if spec.merges else "auto",
+        routing=spec.routing,
     )
     interval = MeasuredInterval(master.pace())
     interval.note(0.0, 1.0)  # the first one does not count
-    applies_s = updates.dense_s if spec.merges else (replicas - 1) * updates.apply_s
+    applies_s = (
+        updates.dense_s
+        if spec.routing == "merged"
+        else (replicas - 1) * updates.apply_s
+    )
     exchange_s = updates.search_s + applies_s
     interval.note(exchange_s, case.step_ms / 1000)  # of an exchange before
     leads, spent_s = [], 0.0
@@ -247,8 +251,7 @@ def measured(
     replicas: int,
     routing: str,
     case: Case,
-    updates: Recording,
-    merge_s: float,
+    width: int,
 ) -> dict[str, Any]:
     """One case, after the same steps without a channel."""
     places = spread(client, replicas)
@@ -257,8 +260,7 @@ def measured(
         for worker in places.values()
     ]
     alone_s = case.steps * statistics.median(client.gather(loops))
-    if routing == "auto":
-        routing = "plain" if merge_s else GradientSharing().routing_for(replicas)
+    updates = record(width, summed=routing == "merged")
     held = client.scatter(updates, broadcast=True)
     members, usage = run_members(
         client,
@@ -271,7 +273,6 @@ def measured(
         replicas,
         # A member that is faster than others leases more rows.
         rows=2 * replicas * case.steps,
-        merge_s=merge_s,
     )
     workers = len(set(places.values()))
     seconds = statistics.median(result["seconds"] for result in members)
@@ -287,7 +288,6 @@ def measured(
         "step_ms": case.step_ms,
         "exchange_every": statistics.median_low(result["every"] for result in members),
         "routing": routing,
-        "merge_s": merge_s,
         "kilobytes": updates.nbytes / 1e3,
         "efficiency": alone_s / seconds,
         "waiting": waited_s / all_s,
@@ -298,7 +298,7 @@ def measured(
         "requests": usage.workers_requests / usage.seconds / replicas,
         "scheduler_requests": usage.scheduler_requests / usage.seconds / replicas,
         "decode_ms": math.nan
-        if merge_s
+        if routing == "merged"
         else 1e3 * (received / updates.nbytes * updates.decode_s / seconds / replicas),
         "scheduler_ms": 1e3 * usage.scheduler_cpu / replicas,
         "scheduler_cpu": usage.scheduler_cpu,
@@ -309,9 +309,6 @@ def measured(
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    if asked.routing == "mesh" and asked.merge_s:
-        raise SystemExit("--merge-s needs a relay: a mesh merges no updates")
-    updates, merge_s = record(asked.width, summed=asked.merge_s > 0), asked.merge_s
     for replicas in asked.replicas:
         with (
             dask.config.set({"distributed.comm.timeouts.connect": "300s"}),
@@ -319,13 +316,17 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ):
             warm = Case(10.0, 1, 0.5)  # the first frames load the kernels
             workers = len(client.nthreads())
-            measured(client, workers, asked.routing, warm, updates, merge_s)
-            for step_ms in asked.step_ms:
-                for every in asked.exchange_every:
+            routings = dict.fromkeys(
+                GradientSharing(routing=routing).routing_for(replicas)
+                for routing in asked.routing
+            )
+            for routing in routings:
+                measured(client, workers, routing, warm, asked.width)
+                for step_ms, every in itertools.product(
+                    asked.step_ms, asked.exchange_every
+                ):
                     case = Case(step_ms, every or None, asked.seconds)
-                    yield measured(
-                        client, replicas, asked.routing, case, updates, merge_s
-                    )
+                    yield measured(client, replicas, routing, case, asked.width)
 
 
 QUESTION = Question(
@@ -344,11 +345,7 @@ QUESTION = Question(
             "help": "0: as chosen by default",
         },
         "--width": {"type": int, "default": WIDTH, "help": "of the MLP"},
-        "--routing": {"choices": ["auto", "plain", "mesh"], "default": "auto"},
-        "--merge-s": {
-            **{"type": float, "default": 0.0},
-            "help": "longest time that updates wait to be sent as sums; 0: none wait",
-        },
+        "--routing": ["auto"],
         "--processes": MAX_WORKERS,
         "--seconds": {"type": float, "default": 8.0, "help": "of each case"},
     },

@@ -189,7 +189,7 @@ class RunSpec:
     payload_bytes: Natural = 2**26
     secret: Token = field(default=0, repr=False)
     merge_s: float = 0.0
-    sum_fan_out: Positive = 4
+    sum_fan_out: Positive = 2
 
     @property
     def merges(self) -> bool:

@@ -611,12 +611,12 @@ class ChannelSpec:
         outbox_bytes: Bound on unsent updates, bytes.
         inbox_bytes: Bound on pending updates, bytes.
         timeouts: Bounds on waiting.
-        routing: ``"plain"``: the scheduler relays updates; ``"mesh"``: replicas do.
+        routing: ``"plain"``: the scheduler relays updates; ``"merged"``: it sends sums
+            of them, see `RunSpec`; ``"mesh"``: replicas forward them.
         fan_out: Most replicas to which a replica of a mesh forwards an update.
         in_step: Replicas take each step together.
         secret: Secret of the run, in each request about it, see `check_secret`.
         token: Proves to the scheduler that a request comes from this task.
-        merges: Whether sums of updates are sent, see `RunSpec`.
     """
 
     run: int
@@ -631,7 +631,6 @@ class ChannelSpec:
     in_step: bool = False
     secret: int = field(default=0, repr=False)
     token: int = field(default=0, repr=False)
-    merges: bool = False
 
 
 PART_BYTES = 4 * 2**20  # bytes per answer; crosses a slow link within the timeout

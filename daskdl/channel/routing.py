@@ -624,4 +624,8 @@ class MeshRouting(Routing):
 
 
 # Routings by the name of the option.
-ROUTINGS: dict[str, type[Routing]] = {"plain": RelayRouting, "mesh": MeshRouting}
+ROUTINGS: dict[str, type[Routing]] = {
+    "plain": RelayRouting,
+    "merged": RelayRouting,
+    "mesh": MeshRouting,
+}

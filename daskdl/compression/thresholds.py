@@ -298,31 +298,24 @@ class SampledThreshold(ThresholdAlgorithm):
         return threshold or (DL4J_INITIAL if last is None else last.threshold)
 
 
-SQRT_3_8, SQRT_3_4 = math.sqrt(3 / 8), math.sqrt(3 / 4)
-
-
 def summable(threshold: float) -> float:
     """Round a threshold for updates that are summed on their way.
 
-    A sum is written in the largest unit of which all its quanta are multiples, so a few
-    different quanta need few bits: a sum of 32 updates of 285,000 entries takes 4.1 MB
-    with these two quanta an octave, 5.0 MB with four and 3.1 MB with one.
+    A sum is written in the largest unit of which all its quanta are multiples, the
+    smallest of them if all are powers of two: so its counts need few bits.
 
     Args:
         threshold: Finite and > 0.
 
     Returns:
-        The nearest of all ``2**k`` and ``1.5 * 2**k``, in ratio: larger or smaller by
-        up to the root of 1.5.
+        The largest power of two up to the threshold, so that an update has no fewer
+        entries than without rounding.
 
     Example:
         >>> [summable(threshold) for threshold in (0.25, 0.3, 0.4, 0.7, 0.9)]
-        [0.25, 0.25, 0.375, 0.75, 1.0]
+        [0.25, 0.25, 0.25, 0.5, 0.5]
     """
-    mantissa, exponent = math.frexp(threshold)  # the mantissa is in [1/2, 1)
-    if mantissa < SQRT_3_8:
-        return math.ldexp(0.5, exponent)
-    return math.ldexp(0.75 if mantissa < SQRT_3_4 else 1.0, exponent)
+    return math.ldexp(0.5, math.frexp(threshold)[1])
 
 
 ALL_NAMES = "*"  # the pattern of a single algorithm

@@ -123,7 +123,8 @@ class Costs:
     def apply_others_s(self, others: int, master: GradientSharing) -> float:
         """Return the time to apply an update of each other replica, seconds."""
         separate_s = others * self.apply_s
-        return min(separate_s, self.dense_s) if master.merge_s else separate_s
+        merges = master.routing == "merged"
+        return min(separate_s, self.dense_s) if merges else separate_s
 
     def sum_bytes(self, replicas: int) -> float:
         """Return the size of the sum of an update of each replica, bytes."""
@@ -260,6 +261,7 @@ def predict(
             compute_s=alone.step_s,
         )
     costs = alone if link is not None else measured.here(workers)
+    master = dataclasses.replace(master, routing=master.routing_for(workers))
     apply_others_s = costs.apply_others_s(workers - 1, master)
     exchange_s = costs.encode_s + apply_others_s
     pace = master.pace(adaptive=costs.adaptive)
@@ -340,7 +342,7 @@ def _traffic(
     decode_s = costs.decode_s * peers / every
     interval = range(STEPS_BEFORE, STEPS_BEFORE + every)
     announced = sum(map(master.announces, interval)) / every  # of the steps
-    if master.routing_for(replicas) == "mesh":
+    if master.routing == "mesh":
         # In trees too, each replica sends one copy for each other replica. It announces
         # its progress together with its updates, so most requests carry both.
         requests = 2 * peers * min(announced, step_s / cycle_s)
@@ -356,7 +358,7 @@ def _traffic(
     down_s = scheduler.PACE_S + 2 * latency_s  # between two requests to a worker
     # What is in the relay counts as unsent, up to the newest update and one on its way.
     in_relay = 2 * nbytes if unsent <= UNSENT_BYTES else RELAY_BYTES / peers
-    if master.merge_s:
+    if master.routing == "merged":
         requests = max(min(announced, step_s / cycle_s), step_s / routing.BEAT_S)
         requests += min(announced, step_s / down_s)
         handling_s = _handling_s(costs, requests, 2 / every)

@@ -524,13 +524,8 @@ class TrainingMaster(ABC):
         return 1.0
 
     def routing_for(self, workers: int) -> str:
-        """Return ``"plain"`` or ``"mesh"`` for the number of workers at the start."""
+        """Return a name of `ROUTINGS`, for the number of workers at the start."""
         return "plain"
-
-    @property
-    def merge_s(self) -> float:
-        """Longest time that updates wait to be merged, seconds; 0: none wait."""
-        return 0.0
 
     def timeouts(self) -> Timeouts:
         """Return the configured timeouts, overridden by `rejoin_timeout`.

@@ -90,7 +90,6 @@ def train_replica(
     routing: str,
     *,
     initial: bool,
-    merges: bool,
 ) -> Packed[FitResult]:
     """Train one replica on this worker, from start to end.
 
@@ -102,7 +101,6 @@ def train_replica(
         on_worker: Number of replicas on this worker.
         routing: Name of the routing.
         initial: Whether the replica starts the run with others.
-        merges: Whether sums of updates are sent, see `RunSpec`.
 
     Returns:
         The replica's result, packed so that Dask serializes no tensor.
@@ -129,7 +127,7 @@ def train_replica(
         return Packed(result, "result")
     sources = {phase: source for phase, source in packed.items() if phase != MODEL}
     spec: ReplicaSpec = packed[MODEL].unpack()
-    channel = RemoteChannel(plugin, spec.channel_spec(number, routing, merges=merges))
+    channel = RemoteChannel(plugin, spec.channel_spec(number, routing))
     store = WorkerStore(sources, channel, spec.timeouts, spec.load_threads)
     finished = False
     try:
@@ -249,6 +247,8 @@ def _merge(
 
 
 RELAY_BYTES = 8 * 2**20  # bound of the relay's queue for each replica
+# Nothing waits so long to be merged as a rule, see `RunState.due`.
+MERGE_S = 10.0
 MUCH_FROZEN = 64 * 2**20  # frozen bytes received per replica and epoch: warn above
 TRANSIENT_ERRORS = (
     "ChannelError",
@@ -396,8 +396,8 @@ class DaskBackend(Backend):
         self.workers = dict(workers)
         self._client = client
         self._spec = spec
-        self._routing = spec.master.routing_for(len(set(workers.values())))
-        self._merges = False  # until the run opens
+        expected = max(len(set(workers.values())), spec.master.min_replicas)
+        self._routing = spec.master.routing_for(expected)
         self._initial = set(workers)
         self._supplies = supplies
         self._most_replicas = most_replicas
@@ -481,9 +481,8 @@ class DaskBackend(Backend):
             {phase: placement.keys for phase, placement in self._supplies.items()},
             ROUTINGS[self._routing].relayed,
             RELAY_BYTES,
-            self._spec.master.merge_s,
+            MERGE_S if self._routing == "merged" else 0.0,
         )
-        self._merges = run.merges
         self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)
 
     def _send(self, workers: Sequence[str]) -> None:
@@ -538,7 +537,6 @@ class DaskBackend(Backend):
                     per_worker[worker],
                     self._routing,
                     initial=replica in self._initial,
-                    merges=self._merges,
                     key=protocol.task_key(self._spec.run, replica),
                     workers=[worker],
                     allow_other_workers=False,

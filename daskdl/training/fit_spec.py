@@ -559,15 +559,12 @@ class ReplicaSpec(FitSpec):
         """Rows per optimizer step."""
         return self.read.batch_size * self.stepping.accumulate
 
-    def channel_spec(
-        self, replica: int, routing: str = "plain", *, merges: bool = False
-    ) -> ChannelSpec:
+    def channel_spec(self, replica: int, routing: str = "plain") -> ChannelSpec:
         """Return the specification of a replica's channel.
 
         Args:
             replica: Number of the replica.
             routing: Name of the routing.
-            merges: Whether sums of updates are sent, see `RunSpec`.
         """
         return ChannelSpec(
             self.run,
@@ -582,5 +579,4 @@ class ReplicaSpec(FitSpec):
             self.master.synchronous,
             self.secret,
             secrets.randbits(63),
-            merges,
         )

@@ -535,11 +535,9 @@ class GradientSharingExchange(Exchange):
         )
 
 
-# Workers from which "auto" is a mesh: relaying for 8 takes 24 % of a scheduler's core,
-# for 4 it takes 14 % (benchmarks/channel.py). A relay, unlike a mesh, needs no repair.
-MESH_FROM = 9
-# Nothing waits so long to be merged as a rule, see `RunState.due`.
-MERGE_S = 10.0
+# Workers from which "auto" is not a plain relay: with 8, what a replica receives of the
+# others takes as much of its time as their sum does (benchmarks/emulation.py).
+MANY_WORKERS = 9
 
 
 @dataclass(frozen=True)
@@ -566,7 +564,7 @@ class GradientSharing(TrainingMaster):
         max_staleness: Most steps that a replica may be ahead of the slowest one when
             it starts an exchange interval, the steps between two exchanges. 0: replicas
             run in lockstep, and results are reproducible bit for bit. None: no limit.
-            ``"auto"``: two exchange intervals, or three with ``routing="merged"``, at
+            ``"auto"``: two exchange intervals, or three where updates are merged, at
             least 8 steps. The longest interval allowed so far counts or, with an
             adaptive optimizer, the present one.
         exchange_every: Steps between exchanges. ``"auto"``: a power of two, at most 64
@@ -589,12 +587,13 @@ class GradientSharing(TrainingMaster):
             summed instead, since replicas rarely change the same rows. Only with
             ``update_scale="mean"``.
         routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
-            worker to worker; ``"auto"`` is mesh from 9 workers on, counted when the
-            run starts. ``"merged"`` relays through the scheduler, which adds up the
-            updates of all replicas: what a replica receives and decodes then hardly
+            worker to worker. ``"merged"`` relays through the scheduler, which adds up
+            the updates of all replicas: what a replica receives and decodes then hardly
             grows with their number. Updates wait there for those of the other replicas,
             up to 10 s and no longer than a replica that waits for them. Not in
-            lockstep. No effect with ``client=False``.
+            lockstep. ``"auto"`` is plain with up to 8 workers, counted when the run
+            starts, or `min_replicas` if that is more; with more, it is merged, or mesh
+            in lockstep. No effect with ``client=False``.
         fan_out: In a mesh, most replicas that one replica forwards an update to. With
             up to ``fan_out + 1`` replicas, each sends directly to all others.
         replicas_per_worker: Replicas in each worker process, or in this process with
@@ -657,7 +656,7 @@ class GradientSharing(TrainingMaster):
         check_whole("exchange_every", self.exchange_every, 1, "auto")
         check_whole("warmup_steps", self.warmup_steps, 0)
         check_type("adapt_rate", self.adapt_rate, bool)
-        check_choice("routing", self.routing, ("auto", *ROUTINGS, "merged"))
+        check_choice("routing", self.routing, ("auto", *ROUTINGS))
         if self.routing == "merged" and self.synchronous:
             raise OptionError(
                 "routing='merged' rounds updates to a few sizes, which lockstep does "
@@ -676,17 +675,12 @@ class GradientSharing(TrainingMaster):
         return self.max_staleness == 0
 
     @override
-    def routing_for(self, workers: int) -> str:
-        if self.routing == "merged":
-            return "plain"
+    def routing_for(self, workers: int) -> Literal["plain", "mesh", "merged"]:
         if self.routing != "auto":
             return self.routing
-        return "mesh" if workers >= MESH_FROM else "plain"
-
-    @property
-    @override
-    def merge_s(self) -> float:
-        return MERGE_S if self.routing == "merged" else 0.0
+        if workers < MANY_WORKERS:
+            return "plain"
+        return "mesh" if self.synchronous else "merged"
 
     @override
     def check(self, parameters: FlatParameters) -> None:
@@ -717,8 +711,10 @@ class GradientSharing(TrainingMaster):
     @override
     def attach(self, context: ReplicaContext) -> Exchange:
         merges = context.channel.merges  # not between threads
-        plain = self.routing == "merged" and not merges
-        options = dataclasses.replace(self, routing="plain") if plain else self
+        routing = self.routing
+        if merges != (routing == "merged"):
+            routing = "merged" if merges else "plain"
+        options = dataclasses.replace(self, routing=routing)
         return GradientSharingExchange(context, options)
 
     def pace(self, *, adaptive: bool = False) -> ExchangePace:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dask.array as da
+import pytest
 import torch
 from distributed import get_worker
 from torch import nn
@@ -61,18 +62,24 @@ class ChannelSetting(Callback):
         return {path.name: path.read_text() for path in self.folder.iterdir()}
 
 
-def test_many_replicas_on_few_workers_use_the_relay(client, tmp_path):
+@pytest.mark.parametrize(
+    ("min_replicas", "expected"), [(1, "plain"), (10, "merged")], ids=["few", "more"]
+)
+def test_updates_of_many_workers_that_have_come_or_will_are_merged(
+    client, tmp_path, min_replicas, expected
+):
     routing = ChannelSetting(tmp_path, "routing")
-    fitted = trainer(client, master=kept(replicas_per_worker=5), callbacks=[routing])
+    master = kept(replicas_per_worker=5, min_replicas=min_replicas)
+    fitted = trainer(client, master=master, callbacks=[routing])
 
     history = fitted.fit(X, Y, batch_size=8)
 
     assert history.column("replicas") == [10]
-    assert routing.by_replica() == {str(replica): "plain" for replica in range(10)}
+    assert routing.by_replica() == {str(replica): expected for replica in range(10)}
 
 
 def test_updates_of_a_fit_are_merged(threads, tmp_path, monkeypatch):
-    kinds, merges = Counter(), ChannelSetting(tmp_path, "merges")
+    kinds, routing = Counter(), ChannelSetting(tmp_path, "routing")
 
     def noting(*arguments):
         together = merged(*arguments)
@@ -81,12 +88,12 @@ def test_updates_of_a_fit_are_merged(threads, tmp_path, monkeypatch):
 
     monkeypatch.setattr(scheduling, "merged", noting)
     master = kept(routing="merged", replicas_per_worker=2)
-    fitted = trainer(threads, master=master, callbacks=[merges])
+    fitted = trainer(threads, master=master, callbacks=[routing])
 
     history = fitted.fit(X, Y, epochs=6, batch_size=8)
 
     assert kinds["sum"] > 0
-    assert merges.by_replica() == {str(replica): "True" for replica in range(4)}
+    assert routing.by_replica() == {str(replica): "merged" for replica in range(4)}
     assert history.column("replicas") == [4] * 6
     assert fitted.evaluate(X, Y)["accuracy"] > 0.85
 

@@ -250,13 +250,13 @@ def test_only_the_last_update_of_a_step_completes_it():
 
 
 @pytest.mark.parametrize(
-    ("merges", "quantum"), [(False, 0.06), (True, 0.0625)], ids=["alone", "summed"]
+    ("merges", "quantum"), [(False, 0.07), (True, 0.0625)], ids=["alone", "summed"]
 )
 def test_quanta_of_updates_that_are_summed_are_rounded(merges, quantum):
     channel = Room()
     channel.merges = merges
 
-    [published] = Case(FixedThreshold(0.06), channel=channel).step()
+    [published] = Case(FixedThreshold(0.07), channel=channel).step()
 
     assert published.update.threshold == pytest.approx(quantum, abs=GRID)
 

@@ -99,7 +99,8 @@ CASES = {
     ),
     "more workers have longer intervals": (
         33,
-        {"master": GradientSharing()},  # 0.74 steps, less than 3 % of 32
+        # 0.74 steps, less than 3 % of 32
+        {"master": replace(MESH, exchange_every="auto")},
         {
             **{"encode_s": 0.01 / 32, "apply_s": 0.002},
             # Each interval: a request to and from each of 32 others, an update of each.
@@ -147,10 +148,20 @@ CASES = {
         {**NO_WORK, "master": MESH},
         {"limit": "messages"},
     ),
-    "each replica applies an update of each other": (64, {}, {"apply_s": 63 * 0.002}),
-    "more than eight workers form a mesh": (
+    "in a mesh, each replica applies an update of each other": (
+        64,
+        {"master": MESH},
+        {"apply_s": 63 * 0.002},
+    ),
+    "by default, updates of more than eight workers are merged": (
         9,
         {},
+        # A request with its update, and one with the sum of nine.
+        {"messages_s": 2 * 0.001 + 9 * 0.001, "apply_s": 8 * 0.002},
+    ),
+    "in lockstep, more than eight workers form a mesh": (
+        9,
+        {"master": IN_STEP},
         # A request to and from each of eight others, and an update of each.
         {"messages_s": 16 * 0.001 + 8 * 0.001},
     ),
@@ -176,8 +187,8 @@ CASES = {
             **{"update_bytes": 12_500.0, "link": slow(1e6)},
             **dict.fromkeys(("request_s", "item_s", "decode_s"), 0.0),
         },
-        # Steps of 0.13 s, and the link of the scheduler: 21 updates, four sums.
-        {"carried": 0.13 / ((21 * 12_532 + 4 * (21 * 12_500 + 32)) * 8 / 1e6)},
+        # Steps of 0.13 s, and the link of the scheduler: 21 updates, two sums.
+        {"carried": 0.13 / ((21 * 12_532 + 2 * (21 * 12_500 + 32)) * 8 / 1e6)},
     ),
     "a small sum goes to each worker": (
         21,
@@ -244,7 +255,7 @@ def test_a_slow_link_carries_a_share_of_the_exchanges(master, copies):
     assert four.carried == pytest.approx(four.step_s / copies)
 
 
-@pytest.mark.parametrize("workers", [2, 9])  # by relay, and as a mesh
+@pytest.mark.parametrize("workers", [2, 9])  # by relay, and merged or as a mesh
 @pytest.mark.parametrize(
     "master",
     [SHARING, IN_STEP, UNBOUNDED, MERGED],
@@ -324,16 +335,17 @@ ADVICE = {
     "hundreds pay": (
         (1, 256),
         {"gradients_s": 9.99, "link": slow(math.inf)},
-        ["Pays off up to 256 workers, 227 times as fast as one;"],
+        ["Pays off up to 256 workers, 254 times as fast as one;"],
     ),
     "some pay": (
         UP_TO_64,
-        {},
+        {"master": MESH},
         ["Pays off up to ", "the limit is 'messages', and the e"],
     ),
     "a larger batch helps": (
         UP_TO_64,
-        {"gradients_s": 0.001, "optimizer_s": 0.0, "apply_s": 0.0, "decode_s": 0.0},
+        {"gradients_s": 0.001, "optimizer_s": 0.0, "apply_s": 0.0, "decode_s": 0.0}
+        | {"master": MESH},
         [
             "Does not pay off: 64 workers, 0.47 times as fast",
             "It would pay off up to",
@@ -402,7 +414,7 @@ def test_with_adam_a_plan_has_more_frequent_exchanges():
 
 
 def test_rarer_exchanges_do_not_save_applying():
-    text = advice(apply_s=0.06, encode_s=0.0, request_s=0.0)
+    text = advice(master=MESH, apply_s=0.06, encode_s=0.0, request_s=0.0)
 
     assert "exchange_every" not in text
     assert "times the batch" in text

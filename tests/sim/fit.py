@@ -168,7 +168,7 @@ class Setup:
     forgets: float = 0.0
     inline_bytes: int = worker.INLINE_BYTES
     tree_bytes: int = merging.TREE_BYTES
-    sum_fan_out: int = 4
+    sum_fan_out: int = 2
     timeouts: Timeouts = TIMEOUTS
 
 
@@ -285,7 +285,7 @@ class Client(Server):
         run = dataclasses.replace(
             run, merge_s=setup.merge_s, sum_fan_out=setup.sum_fan_out
         )
-        self._merges = run.merges
+        self._routing = "merged" if run.merges else setup.routing
         await self._ask(protocol.OPEN, spec=vars(run), client=self.name)
         self._cluster.opened()
         for replica, address in there.items():
@@ -411,7 +411,7 @@ class Client(Server):
         of_replica = dataclasses.replace(spec, model=Weights())
         channel = WatchedChannel(
             worker.plugin,
-            of_replica.channel_spec(replica, self.setup.routing, merges=self._merges),
+            of_replica.channel_spec(replica, self._routing),
             oracle,
         )
         channel.on_publish = functools.partial(

@@ -244,7 +244,7 @@ def settings(replicas, pieces=None, relay_bytes=2**20, **options):
         relayed=ROUTINGS[spec.routing].relayed,
         **plan,
     )
-    return dataclasses.replace(spec, merges=run.merges), run
+    return dataclasses.replace(spec, routing="merged") if run.merges else spec, run
 
 
 def token_of(replica):

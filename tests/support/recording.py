@@ -364,10 +364,6 @@ class Recorded(TrainingMaster):
         return self.inner.routing_for(workers)
 
     @property
-    def merge_s(self):
-        return self.inner.merge_s
-
-    @property
     def synchronous(self):
         return self.inner.synchronous
 

@@ -121,6 +121,12 @@ MASTERS: dict[str, daskdl.GradientSharing | daskdl.ParameterAveraging] = {
             ("auto", 1, 4, 16), (0, 0.3, 0.5, 0.8, 0.9)
         )
     },
+    **{
+        f"lockstep density {density}": Sharing(
+            max_staleness=0, threshold=daskdl.SampledThreshold(density)
+        )
+        for density in (0.2, 0.1, 0.02, 0.00625)
+    },
     "lockstep summable": Sharing(max_staleness=0, threshold=SummableThreshold()),
     "cost 0.5": SharingAtCost(cost=0.5),
     "cost 2": SharingAtCost(cost=2.0),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from daskdl import codec
 from daskdl.channel.protocol import WIRE_BYTES, Message, MessageKind, unwrap
-from daskdl.codec import SparseUpdate, Summand
+from daskdl.codec import SparseUpdate, SumEncoder, SumUpdate
 from daskdl.errors import CodecError
 
 # A smaller sum takes less time than the request of a worker that fetches it.
@@ -57,48 +57,49 @@ def along_tree(
 def merged(messages: Sequence[Message], run: int) -> list[Message]:
     """Merge updates into a sum, if that takes fewer bytes.
 
-    Dense updates, updates of another size than the first one, repeated updates, and
-    what cannot be read stay as they are.
+    Dense updates, updates of another size than the first one, repeated updates, those
+    with which the sum might not fit, and what cannot be read stay as they are. One
+    update is decoded at a time, so the memory for it does not grow with their number.
 
     Args:
-        messages: Updates.
+        messages: Updates, and sums of earlier ones.
         run: Id of the run.
 
     Returns:
-        The updates, or the sum, followed by those that are not in it.
+        The messages, or their sum, followed by those that are not in it.
     """
+    encoder: SumEncoder | None = None
     summed: list[Message] = []
-    updates: list[SparseUpdate] = []
-    names: dict[tuple[int, int], Summand] = {}
     left: list[Message] = []
     for message in messages:
-        name, update = message[1:3], _sparse(message, run)
-        if (
-            update is None
-            or name in names
-            or (updates and update.size != updates[0].size)
-        ):
+        update = _summable(message, run)
+        if update is None:
             left.append(message)
             continue
-        names[name] = Summand(*name, message.step)
-        summed.append(message)
-        updates.append(update)
-    if len(summed) < 2:
+        if encoder is None:
+            encoder = SumEncoder(run, update.size)
+        try:
+            encoder.add(update, message.step)
+        except CodecError:
+            left.append(message)
+        else:
+            summed.append(message)
+    if encoder is None or len(summed) < 2:
         return list(messages)
-    try:
-        frame = codec.encode_sum(run, updates, list(names.values()))
-    except CodecError:  # it may not fit
-        return list(messages)
+    frame = encoder.encode()
     if frame.nbytes + WIRE_BYTES >= sum(m.nbytes + WIRE_BYTES for m in summed):
         return list(messages)
     total = Message.control(MessageKind.SUM, nbytes=frame.nbytes, payload=frame)
     return [total, *left]
 
 
-def _sparse(message: Message, run: int) -> SparseUpdate | None:
-    """Return the sparse update of a message; None if it has none that can be read."""
+def _summable(message: Message, run: int) -> SparseUpdate | SumUpdate | None:
+    """Return what can be added to a sum; None if the message has none that is sound."""
     try:
-        update = codec.decode(unwrap(message.payload), run=run)
+        frame = unwrap(message.payload)
+        if message.kind == MessageKind.SUM:
+            return codec.decode_sum(frame, run=run)
+        update = codec.decode(frame, run=run)
     except (CodecError, TypeError, ValueError, LookupError):
         return None
     if not isinstance(update, SparseUpdate):

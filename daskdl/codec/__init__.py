@@ -27,6 +27,7 @@ from daskdl.codec.frame import (
     read_kind,
 )
 from daskdl.codec.sums import (
+    SumEncoder,
     Summand,
     SumUpdate,
     add_entries_,
@@ -41,6 +42,7 @@ __all__ = [
     "Quantized",
     "SparseUpdate",
     "Stamp",
+    "SumEncoder",
     "SumUpdate",
     "Summand",
     "Update",

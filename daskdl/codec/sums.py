@@ -88,7 +88,7 @@ class SumUpdate(NamedTuple):
             ...     SparseUpdate(Stamp(7, o, 1, 1), Kind.GAPS, 3, threshold, entries)
             ...     for o, threshold in ((1, 0.5), (2, 0.75))
             ... ]
-            >>> frame = encode_sum(7, parts, [Summand(1, 1, 1), Summand(2, 1, 1)])
+            >>> frame = encode_sum(7, parts)
             >>> decode_sum(frame).add_(total, steps=2)
             >>> decode_sum(frame).threshold, total
             (0.25, array([ 10,   0, -10], dtype=int32))
@@ -325,51 +325,101 @@ def common_unit(thresholds: Sequence[float]) -> tuple[float, list[int]]:
     return unit, [number // divisor for number in mantissas]
 
 
-def encode_sum(
-    run: int,
-    updates: Sequence[SparseUpdate | SumUpdate],
-    summands: Sequence[Summand],
-) -> Bytes:
-    """Write the sum of updates as a frame.
+class SumEncoder:
+    """Adds updates, one after another, and writes their sum as a frame.
+
+    It keeps one vector, however many updates there are, and no update. The unit is the
+    largest of which all quanta added so far are multiples.
 
     Args:
         run: Id of the run.
-        updates: Of the same number of parameters; one or more.
-        summands: The updates that they hold, each once, in any order.
+        size: Number of parameters.
 
-    Returns:
-        The frame, uint8, one-dimensional, a new array.
-
-    Raises:
-        CodecError: If the sum might not fit int32, in common units of all quanta, or if
-            sizes differ.
+    Example:
+        >>> encoder = SumEncoder(7, 3)
+        >>> for origin, threshold in ((1, 0.5), (2, 0.75)):
+        ...     stamp, entries = Stamp(7, origin, 1, 1), np.array([1, -3], np.int32)
+        ...     encoder.add(SparseUpdate(stamp, Kind.GAPS, 3, threshold, entries))
+        >>> total = decode_sum(encoder.encode())
+        >>> total.threshold, len(total.summands)
+        (0.25, 2)
     """
-    size = updates[0].size
-    if any(update.size != size for update in updates):
-        raise CodecError(
-            f"updates must have one size, got {sorted({u.size for u in updates})}"
-        )
-    if len(set(summands)) != len(summands):
-        raise CodecError(f"each update must be in a sum once, got {summands}")
-    unit, multiples = common_unit([update.threshold for update in updates])
-    largest = sum(
-        multiple * (update.largest if isinstance(update, SumUpdate) else MAX_LEVEL)
-        for update, multiple in zip(updates, multiples, strict=True)
-    )
-    if largest > INT32_MAX:
-        raise CodecError(f"a sum must fit int32, got up to {largest} units of {unit}")
-    values_N = np.zeros(size, np.int32)
-    for update, multiple in zip(updates, multiples, strict=True):
+
+    def __init__(self, run: int, size: int) -> None:
+        self._run = run
+        self._summands: dict[tuple[int, int], Summand] = {}  # by origin and sequence
+        self._unit = 0.0  # until an update is added
+        self._largest = 0  # bound on the absolute values, in units
+        self._values_N = np.zeros(size, np.int32)
+
+    def __len__(self) -> int:
+        """The number of updates in the sum."""
+        return len(self._summands)
+
+    def add(self, update: SparseUpdate | SumUpdate, step: int | None = None) -> None:
+        """Add an update, or a sum of updates.
+
+        Args:
+            update: The update, or the sum.
+            step: Steps that the origin has completed with the update; None: that of
+                its stamp.
+
+        Raises:
+            CodecError: If the sum might not fit int32 in the common unit, it already
+                has one of the updates, or sizes differ. Nothing has been added then.
+        """
+        size = len(self._values_N)
+        if update.size != size:
+            raise CodecError(f"updates must have {size} parameters, got {update.size}")
+        unit, (factor, steps) = update.threshold, [1, 1]
+        if self._unit:
+            unit, (factor, steps) = common_unit([self._unit, unit])
         if isinstance(update, SumUpdate):
-            update.add_(values_N, multiple)
+            summands, level = update.summands, update.largest
+        else:
+            _, origin, sequence, stamped = update.stamp
+            completed = stamped if step is None else step
+            summands, level = (Summand(origin, sequence, completed),), MAX_LEVEL
+        named = {summand[:2]: summand for summand in summands}
+        if not self._summands.keys().isdisjoint(named):
+            raise CodecError(f"each update must be in a sum once, got {summands} again")
+        largest = factor * self._largest + steps * level
+        if largest > INT32_MAX:
+            raise CodecError(
+                f"a sum must fit int32, got up to {largest} units of {unit}"
+            )
+        if factor > 1:
+            self._values_N *= np.int32(factor)
+        if isinstance(update, SumUpdate):
+            update.add_(self._values_N, steps)
         else:
             levels_K = update.levels_K
             levels_K = np.empty(0, np.uint8) if levels_K is None else levels_K
-            add_entries_(values_N, update.entries_K, levels_K, multiple)
-    names = b"".join(SUMMAND.pack(*summand) for summand in sorted(summands))
-    body = np.concatenate([np.frombuffer(names, np.uint8), *_packed_blocks(values_N)])
-    packed = Body(Kind.SUM, size, len(summands), None, len(body), body, 0)
-    return framed(Stamp(run, 0, 0, 0), unit, packed)
+            add_entries_(self._values_N, update.entries_K, levels_K, steps)
+        self._unit, self._largest = unit, largest
+        self._summands |= named
+
+    def encode(self) -> Bytes:
+        """Write the sum as a frame, uint8, one-dimensional, a new array."""
+        summands = sorted(self._summands.values())
+        names = b"".join(SUMMAND.pack(*summand) for summand in summands)
+        blocks = _packed_blocks(self._values_N)
+        body = np.concatenate([np.frombuffer(names, np.uint8), *blocks])
+        size, count = len(self._values_N), len(summands)
+        packed = Body(Kind.SUM, size, count, None, len(body), body, 0)
+        return framed(Stamp(self._run, 0, 0, 0), self._unit, packed)
+
+
+def encode_sum(run: int, updates: Sequence[SparseUpdate | SumUpdate]) -> Bytes:
+    """Write the sum of one or more updates as a frame; see :class:`SumEncoder`.
+
+    Raises:
+        CodecError: If they cannot be added.
+    """
+    encoder = SumEncoder(run, updates[0].size)
+    for update in updates:
+        encoder.add(update)
+    return encoder.encode()
 
 
 def _packed_blocks(values_N: Integers) -> list[Bytes]:
@@ -388,7 +438,7 @@ def _packed_blocks(values_N: Integers) -> list[Bytes]:
 def decode_sum(
     frame: Buffer, *, run: int | None = None, size: int | None = None
 ) -> SumUpdate:
-    """Read a frame of :func:`encode_sum`, checking every byte of it.
+    """Read a frame of :class:`SumEncoder`, checking every byte of it.
 
     Args:
         frame: In any contiguous buffer. Never changed.

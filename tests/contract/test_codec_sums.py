@@ -11,6 +11,7 @@ from daskdl.codec import (
     Kind,
     SparseUpdate,
     Stamp,
+    SumEncoder,
     Summand,
     decode,
     decode_sum,
@@ -81,13 +82,12 @@ def test_a_sum_is_that_of_its_updates_in_any_order_and_grouping(drawn, seed):
     size, expected_N = drawn[0].size, sum(map(moves, drawn))
     names = sorted(map(summand_of, drawn))
 
-    at_once = encode_sum(RUN, drawn, names)
+    at_once = encode_sum(RUN, drawn)
     shuffled = [drawn[i] for i in generator.permutation(len(drawn))]
     in_groups = [
-        decode_sum(encode_sum(RUN, group, list(map(summand_of, group))))
-        for group in grouped(shuffled, generator)
+        decode_sum(encode_sum(RUN, group)) for group in grouped(shuffled, generator)
     ]
-    of_sums = encode_sum(RUN, in_groups, names)
+    of_sums = encode_sum(RUN, in_groups)
 
     for frame in (at_once, of_sums):
         assert list(decode_sum(frame).summands) == names
@@ -98,12 +98,12 @@ def test_a_sum_is_that_of_its_updates_in_any_order_and_grouping(drawn, seed):
 @given(drawn=updates())
 def test_an_update_is_subtracted_from_a_sum(drawn):
     *others, last = drawn
-    whole = decode_sum(encode_sum(RUN, drawn, list(map(summand_of, drawn))))
+    whole = decode_sum(encode_sum(RUN, drawn))
     left_N = np.zeros(last.size, np.int32)
     grid = 2.0**-24
 
     whole.add_(left_N, int(whole.threshold / grid))
-    alone = decode_sum(encode_sum(RUN, [last], [summand_of(last)]))
+    alone = decode_sum(encode_sum(RUN, [last]))
     alone.add_(left_N, -int(alone.threshold / grid))
 
     expected_N = sum(map(moves, others), np.zeros(last.size))
@@ -123,7 +123,7 @@ def frame_of(size=600, count=5):
         )
         for origin in range(count)
     ]
-    return encode_sum(RUN, drawn, list(map(summand_of, drawn)))
+    return encode_sum(RUN, drawn)
 
 
 def test_damaged_sums_are_refused_or_have_no_effect_outside():
@@ -201,11 +201,32 @@ def test_what_may_exceed_int32_is_not_summed():
         )
         for origin, threshold in enumerate([2.0**-24, *[0.25] * 40])
     ]
-    names = list(map(summand_of, far))
 
     with pytest.raises(CodecError, match="must fit int32"):
-        encode_sum(RUN, far, names)
+        encode_sum(RUN, far)
     with pytest.raises(CodecError, match="must fit int32"):
-        decode_sum(encode_sum(RUN, far[1:], names[1:])).add_(
-            np.zeros(3, np.int32), 2**28
+        decode_sum(encode_sum(RUN, far[1:])).add_(np.zeros(3, np.int32), 2**28)
+
+
+def test_an_update_that_cannot_be_added_changes_nothing():
+    near, far = (
+        SparseUpdate(
+            Stamp(RUN, origin, 1, 1), Kind.RAW32, 3, threshold, np.array([1], np.int32)
         )
+        for origin, threshold in ((1, 2.0**-24), (2, 2.0**4))
+    )
+    encoder = SumEncoder(RUN, 3)
+    encoder.add(near, step=8)
+
+    for update, why in (
+        (far, "must fit int32"),
+        (near, "once"),
+        (far._replace(size=4), "must have 3 parameters, got 4"),
+    ):
+        with pytest.raises(CodecError, match=why):
+            encoder.add(update)
+
+    total = decode_sum(encoder.encode())
+    assert total.threshold == 2.0**-24
+    assert total.summands == (Summand(1, 1, 8),)
+    assert moves_of_sum(encoder.encode(), 3).tolist() == [2.0**-24, 0, 0]

@@ -10,6 +10,7 @@ from distributed.protocol import dumps, loads
 
 from daskdl import codec
 from daskdl.channel.inbox import PendingUpdates
+from daskdl.channel.merging import merged
 from daskdl.channel.protocol import MESSAGE_BYTES, Message, copied, for_queue
 from daskdl.channel.transport import Outbox, RetransmitBuffer
 from daskdl.training.dask_backend import RELAY_BYTES
@@ -159,3 +160,30 @@ def test_a_full_queue_takes_the_memory_that_it_counts(name, measured):
     assert QUEUES[name][-1] >= BOUND
     assert 0.9 * BOUND < counted < 1.1 * BOUND
     assert counted / 1.4 < taken < 1.2 * counted
+
+
+def merging_peak(count):
+    """The most bytes that Python allocates to merge so many updates."""
+    size, messages, generator = 2**18, [], np.random.default_rng(0)
+    for origin in range(count):
+        chosen = generator.random(size) < 1 / 8
+        entries_K = (1 + np.flatnonzero(chosen)).astype(np.int32)
+        stamp = codec.Stamp(1, origin, 1, 1)
+        frame = codec.encode(stamp, size, THRESHOLD, entries_K)
+        messages.append(Message.update(stamp, 1, frame.nbytes, frame))
+    tracemalloc.start()
+    try:
+        assert len(merged(messages, 1)) == 1
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def merging_peaks(few, many):
+    return [merging_peak(count) for count in (few, few, many)][1:]  # the first compiles
+
+
+def test_the_memory_for_merging_does_not_grow_with_the_number_of_updates():
+    few, many = in_a_fork(merging_peaks, 8, 40)
+
+    assert many < 1.5 * few  # decoded together, the updates take thrice as much

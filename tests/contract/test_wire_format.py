@@ -9,7 +9,6 @@ from daskdl.codec import (
     Kind,
     SparseUpdate,
     Stamp,
-    Summand,
     decode,
     decode_sum,
     encode,
@@ -35,14 +34,13 @@ def examples():
 
 
 def summed():
-    """The updates of the example of a sum, and their names."""
+    """The updates of the example of a sum."""
     entries = np.array([1, 2, -3], np.int32)
     other = STAMP._replace(origin=5)
-    updates = [
+    return [
         SparseUpdate(STAMP, Kind.RAW32, 3, 0.5, entries),
         SparseUpdate(other, Kind.RAW32, 3, 0.75, entries[:1]),
     ]
-    return updates, [Summand(*update.stamp[1:]) for update in updates]
 
 
 def test_the_worked_examples_are_encoded_as_documented():
@@ -59,7 +57,7 @@ def test_the_worked_examples_are_encoded_as_documented():
     ]
     eight = quantize(np.array([381, -381, 1, 127], np.int32))
     written.append(encode_dense(STAMP, 2.0**-24, eight).tobytes())
-    written.append(encode_sum(STAMP.run, *summed()).tobytes())
+    written.append(encode_sum(STAMP.run, summed()).tobytes())
 
     assert [frame.hex(" ") for frame in examples()] == [f.hex(" ") for f in written]
 

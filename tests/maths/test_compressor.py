@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from daskdl import codec
-from daskdl.codec import Stamp, Summand, counts_of, decode_sum, encode_sum
+from daskdl.codec import Stamp, counts_of, decode_sum, encode_sum
 from daskdl.compression.kernels import GUARD
 from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.compression.residuals import ResidualClipping, ResidualPostProcessor
@@ -87,13 +87,12 @@ class TestSums:
     @given(st.lists(THRESHOLDS, min_size=2, max_size=5))
     def test_a_sum_has_a_large_unit(self, thresholds):
         proposals = [self.summed(threshold) for threshold in thresholds]
-        names = [Summand(origin, 1, 1) for origin in range(len(proposals))]
         updates = [
-            codec.decode(update.encode(Stamp(1, *name)))
-            for update, name in zip(proposals, names, strict=True)
+            codec.decode(update.encode(Stamp(1, origin, 1, 1)))
+            for origin, update in enumerate(proposals)
         ]
 
-        total = decode_sum(encode_sum(1, updates, names))
+        total = decode_sum(encode_sum(1, updates))
 
         assert total.threshold >= min(update.quantum for update in proposals)
 

@@ -11,7 +11,6 @@ from daskdl.channel import merging, scheduler
 from daskdl.channel.merging import merged
 from daskdl.channel.protocol import GoneError, Message, MessageKind, unwrap, wrap
 from daskdl.channel.worker import SUMS_KEPT, KeptSums
-from daskdl.codec import Summand
 from tests.sim.cluster import simulated
 from tests.sim.fit import Cluster, Setup
 from tests.support.channels import (
@@ -54,8 +53,7 @@ def test_most_updates_of_a_fit_arrive_in_sums(inline_bytes):
 def sum_of(*frames):
     """The message of a sum, on the wire."""
     updates = [codec.decode(frame) for frame in frames]
-    names = [Summand(*update.stamp[1:]) for update in updates]
-    frame = codec.encode_sum(RUN, updates, names)
+    frame = codec.encode_sum(RUN, updates)
     kind = MessageKind.SUM
     return Message.control(kind, nbytes=frame.nbytes, payload=wrap(frame)).to_wire()
 
@@ -140,9 +138,7 @@ async def test_a_damaged_sum_is_counted_and_its_updates_are_requested(c, s, a, b
     async with a_run(c, s, a, b) as run:
         (first,) = stamps(run, (0, 1))
         message = list(sum_of(frame_of(first, 1)))
-        frame = codec.encode_sum(
-            RUN, [codec.decode(frame_of(first, 1))], [Summand(0, 1, 1)]
-        )
+        frame = codec.encode_sum(RUN, [codec.decode(frame_of(first, 1))])
         frame[-1] ^= 4
         message[5] = wrap(frame)
 

@@ -18,13 +18,14 @@ Counted:  Each member of a run leases rows, sleeps in place of a step, publishes
           the same run and with as many processes. CPU of the scheduler's process (this
           one) and of all workers, in cores. For each replica and second: kilobytes of
           frames that it receives, requests to its worker and to the scheduler, the time
-          to decode the frames, at the speed of the real run, and CPU of the scheduler.
+          to decode the frames, at the speed of the real run, and CPU of the scheduler;
+          for each exchange, kilobytes of frames that it receives.
           Staleness in steps, at the end of each. Members are threads of up to
           `--processes` workers, which share this machine's cores with the scheduler.
           Memory: of all workers, at the end.
           "merged": the scheduler sends updates as sums, so a member receives one frame
-          for all of them, and the time to apply a dense update counts; what decoding
-          takes is only in the CPU of the workers.
+          for all of them, and the time to apply a dense update counts. The time to
+          decode is that of a sum of one update of each member, on a core of its own.
 Run:      python -m benchmarks emulation
           python -m benchmarks emulation --replicas 2 16 64 --step-ms 1000
               --exchange-every 0 --seconds 80 --routing auto mesh
@@ -35,7 +36,6 @@ Run:      python -m benchmarks emulation
 import argparse
 import functools
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -149,6 +149,22 @@ def record(width: int, *, summed: bool) -> Recording:
     )
 
 
+def sum_of(updates: Recording, replicas: int) -> tuple[int, float]:
+    """Bytes of the sum of an update of each replica, and the time to decode it."""
+    parts = []
+    for replica in range(replicas):
+        stamp, update = codec.Stamp(1, replica, 1, 1), updates.update(replica, 1)
+        parts.append(codec.decode(codec.encode(stamp, updates.size, *update).data))
+    names = [codec.Summand(replica, 1, 1) for replica in range(replicas)]
+    frame, times = codec.encode_sum(1, parts, names), []
+    total_N = np.zeros(updates.size, np.int32)
+    for _ in range(EXCHANGES):
+        began = time.monotonic()
+        codec.decode_sum(frame).add_(total_N, 1)
+        times.append(time.monotonic() - began)
+    return frame.nbytes, statistics.median(times)
+
+
 @dataclass(frozen=True)
 class Case:
     step_ms: float  # of a sleep in place of a step
@@ -190,7 +206,7 @@ def member(
     )
     exchange_s = updates.search_s + applies_s
     interval.note(exchange_s, case.step_ms / 1000)  # of an exchange before
-    leads, spent_s = [], 0.0
+    leads, spent_s, published = [], 0.0, 0
     leased_until, finished = 0, list[dict[str, Any]]()
 
     def encode(stamp: codec.Stamp) -> np.ndarray:
@@ -217,7 +233,7 @@ def member(
             exchanges = step % interval.steps == 0
             started = time.monotonic()
             if exchanges and channel.has_room(unsent=UNSENT_BYTES):
-                channel.publish(encode, step)
+                published += channel.publish(encode, step) is not None
                 left_out_s = updates.search_s + spent_s
                 whole_s = time.monotonic() - started + left_out_s
                 interval.note(whole_s, case.step_ms / 1000)
@@ -243,6 +259,7 @@ def member(
         "waited_s": traffic.waits_s.get("staleness", 0.0),
         "leads": leads,
         "received_bytes": traffic.received_bytes,
+        "published": published,
     }
 
 
@@ -278,9 +295,13 @@ def measured(
     seconds = statistics.median(result["seconds"] for result in members)
     leads = [lead for result in members for lead in result["leads"]]
     received = sum(result["received_bytes"] for result in members)
-    waited_s, all_s = (
-        sum(result[k] for result in members) for k in ("waited_s", "seconds")
+    waited_s, all_s, published = (
+        sum(result[k] for result in members)
+        for k in ("waited_s", "seconds", "published")
     )
+    nbytes, decode_s = updates.nbytes, updates.decode_s
+    if routing == "merged":
+        nbytes, decode_s = sum_of(updates, replicas)
     return {
         "case": f"every {case.exchange_every}" if case.exchange_every else "default",
         "replicas": replicas,
@@ -295,11 +316,10 @@ def measured(
         "staleness_max": max(leads),
         "megabits_per_s": 8e-6 * received / seconds / workers,
         "received_kb": received / 1e3 / seconds / replicas,
+        "exchange_kb": received / 1e3 / published,
         "requests": usage.workers_requests / usage.seconds / replicas,
         "scheduler_requests": usage.scheduler_requests / usage.seconds / replicas,
-        "decode_ms": math.nan
-        if routing == "merged"
-        else 1e3 * (received / updates.nbytes * updates.decode_s / seconds / replicas),
+        "decode_ms": 1e3 * (received / nbytes * decode_s / seconds / replicas),
         "scheduler_ms": 1e3 * usage.scheduler_cpu / replicas,
         "scheduler_cpu": usage.scheduler_cpu,
         "workers_cpu": usage.workers_cpu,
@@ -335,7 +355,7 @@ QUESTION = Question(
     rows,
     "case replicas:d step_ms:g exchange_every:d routing kilobytes:.1f efficiency:.3f "
     "waiting:.3f staleness:.2f staleness_max:d megabits_per_s:.1f received_kb:.1f "
-    "requests:.1f scheduler_requests:.1f decode_ms:.1f scheduler_ms:.2f "
+    "exchange_kb:.1f requests:.1f scheduler_requests:.1f decode_ms:.1f scheduler_ms:.2f "
     "scheduler_cpu:.0% workers_cpu:.0% memory_gib:.1f guidance",
     {
         "--replicas": [2, 4, 8, 16, 32],

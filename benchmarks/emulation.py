@@ -355,8 +355,8 @@ QUESTION = Question(
     rows,
     "case replicas:d step_ms:g exchange_every:d routing kilobytes:.1f efficiency:.3f "
     "waiting:.3f staleness:.2f staleness_max:d megabits_per_s:.1f received_kb:.1f "
-    "exchange_kb:.1f requests:.1f scheduler_requests:.1f decode_ms:.1f scheduler_ms:.2f "
-    "scheduler_cpu:.0% workers_cpu:.0% memory_gib:.1f guidance",
+    "exchange_kb:.1f requests:.1f scheduler_requests:.1f decode_ms:.1f "
+    "scheduler_ms:.2f scheduler_cpu:.0% workers_cpu:.0% memory_gib:.1f guidance",
     {
         "--replicas": [2, 4, 8, 16, 32],
         "--step-ms": [1.0, 10.0, 100.0, 150.0],

@@ -18,6 +18,7 @@ Run:      python -m benchmarks plan --rounds 5
 import argparse
 import functools
 import itertools
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterator
@@ -47,10 +48,8 @@ MASTERS = {
 
 
 def data(count: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    x, y = samples(count)
-    if shape == (20,):
-        return x[:, :20], y % 2
-    return x.reshape(count, *shape), y
+    x, y = samples(count, math.prod(shape))
+    return x.reshape(count, *shape), y % 2 if shape == (20,) else y
 
 
 def pin(client: Client) -> None:

@@ -344,12 +344,12 @@ def plain_speed(
 # ---- the MLP on made-up rows, where only speed counts
 
 
-def samples(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ten noisy classes of 784 features."""
+def samples(count: int, features: int = 784) -> tuple[np.ndarray, np.ndarray]:
+    """Ten noisy classes."""
     rng = np.random.default_rng(0)
-    centers = rng.normal(size=(10, 784))
+    centers = rng.normal(size=(10, features))
     y = rng.integers(0, 10, count)
-    x = centers[y] + rng.normal(size=(count, 784))
+    x = centers[y] + rng.normal(size=(count, features))
     return x.astype(np.float32), y
 
 

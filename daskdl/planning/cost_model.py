@@ -25,9 +25,10 @@ MAX_ITERATIONS = 100  # of the step time and the requests in a step
 CONVERGED = 1.00001  # growth that ends the iteration
 STEPS_BEFORE = 10**6  # so many that the exchange interval no longer grows
 MEASURED_EVERY = 16  # steps between measured exchanges, if the master chooses them
-# Size of the sum of many updates, bytes per parameter: that of 32 updates which each
-# have 5 % of the entries (benchmarks/emulation.py).
-SUM_BYTES = 0.65
+# Size of the sum of many updates, bytes per parameter: that of 32 updates, and what it
+# grows by as their number doubles (benchmarks/emulation.py).
+SUM_BYTES, SUM_GROWTH_BYTES = 0.65, 0.15
+MANY_SUMMED = 32
 HIGH_EFFICIENCY = 0.9  # least efficiency at which "compute" is the limit
 
 
@@ -128,7 +129,9 @@ class Costs:
 
     def sum_bytes(self, replicas: int) -> float:
         """Return the size of the sum of an update of each replica, bytes."""
-        return min(replicas * self.update_bytes, SUM_BYTES * self.parameters)
+        doublings = math.log2(max(1.0, replicas / MANY_SUMMED))
+        dense = (SUM_BYTES + SUM_GROWTH_BYTES * doublings) * self.parameters
+        return min(replicas * self.update_bytes, dense)
 
 
 @dataclass(frozen=True)

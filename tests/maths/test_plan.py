@@ -176,9 +176,9 @@ CASES = {
         },
     ),
     "the sum of many updates is dense": (
-        1001,
+        1024,  # 32 doubled five times
         {"master": MERGED, "update_bytes": 10_000.0},
-        {"apply_s": 0.02, "messages_s": 2 * 0.001 + 0.65e6 / 10_000 * 0.001},
+        {"apply_s": 0.02, "messages_s": 2 * 0.001 + 1.4e6 / 10_000 * 0.001},
     ),
     "a large sum goes along a tree": (
         21,
@@ -335,7 +335,7 @@ ADVICE = {
     "hundreds pay": (
         (1, 256),
         {"gradients_s": 9.99, "link": slow(math.inf)},
-        ["Pays off up to 256 workers, 254 times as fast as one;"],
+        ["Pays off up to 256 workers, 253 times as fast as one;"],
     ),
     "some pay": (
         UP_TO_64,

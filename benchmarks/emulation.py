@@ -155,8 +155,7 @@ def sum_of(updates: Recording, replicas: int) -> tuple[int, float]:
     for replica in range(replicas):
         stamp, update = codec.Stamp(1, replica, 1, 1), updates.update(replica, 1)
         parts.append(codec.decode(codec.encode(stamp, updates.size, *update).data))
-    names = [codec.Summand(replica, 1, 1) for replica in range(replicas)]
-    frame, times = codec.encode_sum(1, parts, names), []
+    frame, times = codec.encode_sum(1, parts), []
     total_N = np.zeros(updates.size, np.int32)
     for _ in range(EXCHANGES):
         began = time.monotonic()

@@ -166,7 +166,7 @@ class DirectOutbox(Outbox):
     @override
     def append(self, message: Message) -> None:
         if message.kind != MessageKind.UPDATE:
-            if message.kind != MessageKind.MEMBERS:
+            if message.kind not in (MessageKind.MEMBERS, MessageKind.MEMBER):
                 self._inbox.process_control(message)
         elif isinstance(message.payload, Exception):
             refuse(message, message.payload, self._spec, self._inbox)

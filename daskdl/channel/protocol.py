@@ -437,7 +437,10 @@ class MessageKind(enum.StrEnum):
     SUM_AT = "sum at"  # the worker of `origin` has or will get the sum `sequence`
     PROGRESS = "progress"  # origin has completed `step`; payload: its last interval
     JOINED = "joined"  # origin trains from now on, starting at `step`
-    MEMBERS = "members"  # payload: `Members`
+    MEMBERS = "members"  # payload: `Members`; changes follow
+    # `origin` is a member from generation `sequence` on; payload: the address of its
+    # worker. None: it is no member any more.
+    MEMBER = "member"
     FAILED = "failed"  # origin has failed or left, and sends no more messages
     PASSED_ON = "passed on"  # follows all updates before ``AGREE`` barrier `sequence`
     STOP = "stop"  # payload: the reason
@@ -518,6 +521,7 @@ class Message(NamedTuple):
 PAYLOADS: Mapping[str, Any] = {  # others are checked where they are used
     MessageKind.PROGRESS: IntervalNumber,
     MessageKind.MEMBERS: Members,
+    MessageKind.MEMBER: str | None,
 }
 
 

@@ -427,8 +427,11 @@ class RunState:
         members.generation += 1
         member.joined, member.heartbeat_at, member.joined_at = True, now, now
         self.outboxes[replica] = outbox
-        if members.started:
-            self._send_topology()
+        if started:
+            outbox.append(self._membership())
+            self._send_change(replica, member.worker)
+        elif members.started:
+            self._send(self._membership())
 
     def topology(self) -> tuple[int, list[tuple[int, str]]]:
         """The generation, and each present replica with its worker."""
@@ -487,7 +490,7 @@ class RunState:
         """Remove a replica: its leases are free, and no barrier waits for it."""
         if not self.members.is_here(replica):
             return
-        member = self.members.replicas[replica]
+        member, started = self.members.replicas[replica], self.members.started
         member.gone, member.gone_at = True, now
         member.why = member.why or shown(why, 500)
         member.failed |= failed
@@ -499,7 +502,10 @@ class RunState:
         self._idle.pop(replica, None)
         step = member.progress.step
         self._send(Message.control(MessageKind.FAILED, replica, step=step))
-        self._send_topology()
+        if started:
+            self._send_change(replica, None)
+        else:
+            self._send(self._membership())
         self._complete_barriers()
 
     def _send(self, message: Message, but: int | None = None) -> None:
@@ -659,8 +665,17 @@ class RunState:
             if replica != origin or self.spec.merges  # a sum goes to all
         )
 
-    def _send_topology(self) -> None:
-        self._send(Message.control(MessageKind.MEMBERS, payload=self.topology()))
+    def _membership(self) -> Message:
+        return Message.control(MessageKind.MEMBERS, payload=self.topology())
+
+    def _send_change(self, replica: int, worker: str | None) -> None:
+        """Tell all members of one that has joined or gone, and not of all others.
+
+        If each of many that join together were told of all others, what the scheduler
+        sends would grow with the cube of their number.
+        """
+        number, kind = self.members.generation, MessageKind.MEMBER
+        self._send(Message.control(kind, replica, sequence=number, payload=worker))
 
     # ---- updates and progress
 

@@ -354,6 +354,9 @@ class ReplicaEndpoint:
         if message.kind == MessageKind.MEMBERS:
             self.on_members(message.payload)
             return
+        if message.kind == MessageKind.MEMBER:
+            self._on_change(message)
+            return
         is_new = self.inbox.process_control(message)
         if is_new and message.kind == MessageKind.PROGRESS:
             self.routing.on_message(message)
@@ -534,6 +537,15 @@ class ReplicaEndpoint:
         if is_earliest:
             for message in self._before_snapshot.messages:
                 self.routing.on_message(message)
+
+    def _on_change(self, change: Message) -> None:
+        """Adopt the membership that differs from the last one in one member."""
+        routing, generation = self.routing, change.sequence
+        if generation == routing.generation + 1:  # else it is known
+            workers = {**routing.workers, change.origin: change.payload}
+            if change.payload is None:
+                del workers[change.origin]
+            routing.on_members(generation, workers)
 
     def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         """Return updates that another replica lacks, as many as fit one answer."""

@@ -36,7 +36,11 @@ def test_a_message_arrives_as_it_was_sent(as_sent):
 
 @pytest.mark.parametrize("kind", MessageKind)
 def test_every_kind_of_message_can_be_read(kind):
-    payloads = {MessageKind.PROGRESS: 5, MessageKind.MEMBERS: (3, ((0, "tcp://a"),))}
+    payloads = {
+        MessageKind.PROGRESS: 5,
+        MessageKind.MEMBERS: (3, ((0, "tcp://a"),)),
+        MessageKind.MEMBER: "tcp://a",
+    }
     payload = payloads.get(kind)
 
     assert Message.from_wire((str(kind), 0, 0, 0, 0, payload)).kind is kind
@@ -55,6 +59,7 @@ def test_every_kind_of_message_can_be_read(kind):
         (("progress", 1, 0, 3, 0, "x"), "invalid 'x': Expected `int`, got `str`"),
         (("members", 0, 0, 0, 0), "invalid None: Expected `array`, got `null`"),
         (("members", 0, 0, 0, 0, (3, (("0", "a"),))), "got `str` - at `$[1][0][0]`"),
+        (("member", 0, 1, 0, 0, 5), "invalid 5: Expected `str | null`, got `int`"),
         ((), "Expected `array` of length 5 to 7, got 0"),
         (UPDATE[:4], "Expected `array` of length 5 to 7, got 4"),
         ((*UPDATE, 7, 8), "Expected `array` of length 5 to 7, got 8"),

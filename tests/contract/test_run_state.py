@@ -819,12 +819,39 @@ def test_every_join_and_loss_changes_the_membership_of_all():
     replica = newcomer(state)
     state.remove(0, "left", 0.0)
 
-    memberships = [message.payload for message in queued(state, 1, "members")]
-    assert [(g, [r for r, _ in members]) for g, members in memberships] == [
-        (3, [0, 1, 2]),
-        (4, [1, 2]),
-    ]
-    assert queued(state, replica, "members") == queued(state, 1, "members")
+    first, worker = "tcp://worker-1", "tcp://worker-new"
+    changes = [(m.sequence, m.origin, m.payload) for m in queued(state, 1, "member")]
+    assert changes == [(3, replica, worker), (4, 0, None)]
+    assert queued(state, 1, "members") == []
+    (membership,) = queued(state, replica, "members")
+    generation, members = membership.payload
+    assert (generation, dict(members)[1], dict(members)[2]) == (3, first, worker)
+    assert queued(state, replica, "member")[-1] == queued(state, 1, "member")[-1]
+
+
+def test_what_many_joins_send_to_each_replica_grows_with_their_number():
+    def named(count):
+        """Replicas that the memberships in the queue to replica 0 name."""
+        state = joined(2)
+        for _ in range(count):
+            newcomer(state)
+        whole = [len(m.payload[1]) for m in queued(state, 0, "members")]
+        return sum(whole) + len(queued(state, 0, "member"))
+
+    assert [named(count) for count in (1, 8, 64)] == [1, 8, 64]
+
+
+def test_the_membership_at_the_start_is_whole():
+    state = RunState(plan_of({0: "tcp://a", 1: "tcp://b", 2: "tcp://c"}))
+    for replica in (0, 1):
+        state.join(replica, 0.0, Outbox(math.inf))
+    assert queued(state, 0, "members") == []
+
+    state.remove(2, "lost", 0.0)
+
+    (membership,) = queued(state, 0, "members")
+    assert membership.payload == (3, [(0, "tcp://a"), (1, "tcp://b")])
+    assert queued(state, 0, "member") == []
 
 
 def test_a_snapshot_must_contain_the_updates_sent_by_older_memberships():

@@ -221,8 +221,8 @@ MUTATIONS = {
     ),
     "barriers wait for a lost replica": Mutation(
         "daskdl.channel.run_state",
-        "        self._send_topology()\n        self._complete_barriers()\n",
-        "        self._send_topology()\n",
+        "            self._send(self._membership())\n        self._complete_barriers()\n",
+        "            self._send(self._membership())\n",
     ),
     "scores of a lost replica are lost though its leases are finished": Mutation(
         "daskdl.training.data_feed",

@@ -67,7 +67,8 @@ def update(origin, sequence, step=0, nbytes=100):
 def queued(state, replica, kind=None):
     """The messages in the queue to a replica; by default all but memberships."""
     messages = state.outboxes[replica].head(10**9)
-    wanted = {kind} if kind else set(MessageKind) - {MessageKind.MEMBERS}
+    memberships = {MessageKind.MEMBERS, MessageKind.MEMBER}
+    wanted = {kind} if kind else set(MessageKind) - memberships
     return [message for message in messages if message.kind in wanted]
 
 

@@ -221,7 +221,8 @@ MUTATIONS = {
     ),
     "barriers wait for a lost replica": Mutation(
         "daskdl.channel.run_state",
-        "            self._send(self._membership())\n        self._complete_barriers()\n",
+        "            self._send(self._membership())\n"
+        "        self._complete_barriers()\n",
         "            self._send(self._membership())\n",
     ),
     "scores of a lost replica are lost though its leases are finished": Mutation(

@@ -1,6 +1,7 @@
 """Snapshots over narrow links, on which a message takes its size over the bandwidth."""
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from daskdl.channel import protocol
 from daskdl.channel.remote import JOIN_PACE_S
 from daskdl.channel.run_state import MAX_READERS
-from tests.sim.cluster import simulated
+from tests.sim.cluster import run_simulated, simulated
 from tests.support.channels import (
     EITHER,
     a_run,
@@ -282,6 +283,51 @@ async def test_a_replica_that_has_joined_is_the_donor_of_those_that_wait(
         run.channels[first].check()
         for pending in joining.values():
             assert (await pending).snapshot["step"] == 3
+
+
+@pytest.mark.parametrize("routing", ["plain", "mesh"])
+@pytest.mark.parametrize("count", [4, 16, pytest.param(52, marks=pytest.mark.slow)])
+def test_the_time_of_many_joins_grows_with_the_logarithm_of_their_number(
+    count, routing
+):
+    """All links are as narrow, and two replicas train before."""
+    copy_s, trained = 2.0, 2
+    rounds = math.ceil(math.log((trained + count) / trained, 1 + MAX_READERS))
+
+    async def join_all(c, s, *workers):
+        world, network = s.network.world, s.network
+        options = {"timeouts": bounds(data=1000, silence=300), "routing": routing}
+        async with a_run(c, s, *workers[:trained], **options) as run:
+            served, training = [], []
+
+            def train(channel):
+                served.append(serve(channel))
+                channel.wait_for_updates({0: 1, 1: 1})  # serves snapshots
+                channel.drain()
+
+            def join(channel):
+                snapshot = channel.join().snapshot
+                channel.activate(snapshot["step"])
+                train(channel)
+
+            training = [begin(train, channel) for channel in run.channels.values()]
+            for server in (s, *workers):
+                network.bandwidth[server.address] = PARTS * PART_BYTES / copy_s
+            began_at = world.now
+            for worker in workers[trained:]:
+                _, newcomer = await run.newcomer(worker)
+                training.append(begin(join, newcomer))
+            await wait_until(lambda: not run.record.members.not_active)
+            took_s = world.now - began_at
+            network.bandwidth.clear()
+            for replica in range(trained):
+                assert publish(run.channels[replica])
+            await asyncio.gather(*training)
+
+        assert max(map(len, served)) <= MAX_READERS * rounds
+        assert took_s < (MAX_READERS * rounds + 0.5) * copy_s  # virtual
+
+    run_simulated(join_all, trained + count)
 
 
 @simulated(2)

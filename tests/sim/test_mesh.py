@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from daskdl.channel.protocol import BarrierKind, unwrap, wrap
+from daskdl.channel.protocol import BarrierKind, Message, MessageKind, unwrap, wrap
 from daskdl.errors import WaitTimeoutError
 from tests.sim.cluster import simulated
 from tests.support.channels import (
@@ -339,3 +339,28 @@ async def test_an_older_membership_changes_nothing(c, s, a, b):
         routing.on_members(routing.generation - 1, {})
 
         assert (routing.generation, routing.workers) == before
+
+
+@simulated(3)
+async def test_members_change_one_by_one(c, s, *workers):
+    async with a_run(c, s, *workers, **MESH) as run:
+        first = run.link(0).routing
+        run.lose(1)
+        replica, newcomer = await run.newcomer(workers[1])
+        joining = begin(newcomer.join)
+        await wait_until(lambda: run.link(0).snapshot_requests)
+
+        expected = {0: workers[0].address, 2: workers[2].address}
+        expected |= {replica: workers[1].address}
+        for link in (run.link(0), run.link(2), run.link(replica)):
+            assert dict(link.routing.workers) == expected
+            assert link.routing.generation == run.record.members.generation
+        kept = first.generation, dict(first.workers)
+        for sequence in (kept[0], kept[0] + 2):  # known; not the next
+            late = Message.control(MessageKind.MEMBER, 2, sequence=sequence)
+            await run.deliver(0, late.to_wire())
+        assert (first.generation, dict(first.workers)) == kept
+
+        run.channels[0].serve_snapshot(applied_by(run.channels[0]))
+        run.channels[0].check()
+        await joining

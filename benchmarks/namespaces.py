@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -153,6 +154,9 @@ class Place(Protocol):
     def limit(self, rate: str) -> None:
         """Limit each link, in each direction."""
 
+    def sent_bytes(self, host: int) -> int:
+        """Bytes that a host has sent so far, with all headers."""
+
     def first_port(self) -> int:
         """The first of ten free ports."""
 
@@ -179,6 +183,10 @@ class Hosts:
         self._network.restore()
         if rate != UNLIMITED:
             self._network.limit(rate)
+
+    def sent_bytes(self, host: int) -> int:
+        counters = f"/sys/class/net/{self._network.name(host)}/statistics"
+        return int(Path(counters, "rx_bytes").read_text())  # at the bridge
 
     def first_port(self) -> int:
         return next(self._ports)
@@ -207,6 +215,9 @@ class ThisHost:
                 f"rate must be 'unlimited' with --loopback, got {rate!r}; "
                 "leave out --loopback"
             )
+
+    def sent_bytes(self, host: int) -> int:
+        raise ValueError("processes of one host have no counters; leave out --loopback")
 
     def first_port(self) -> int:
         return random.randrange(20000, 30000, 10)

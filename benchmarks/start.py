@@ -1,7 +1,7 @@
 """How a model gets to the workers of a cluster with slow links.
 
 Question: How long does a fit take to start, beside what the client's link needs for one
-          copy of the model?
+          copy of the model? How long do workers take to join it?
 Counted:  From the call of `fit` until each replica has made its first step. The
           scheduler, the client and each worker are hosts of their own, network
           namespaces of this machine, whose links have one rate in each direction. A fit
@@ -9,25 +9,34 @@ Counted:  From the call of `fit` until each replica has made its first step. The
           parameters, divided by the rate; unlimited is the same call without limits.
           With `--calls evaluate`, until an evaluation in which every worker takes part
           has returned.
+          With `--calls join`, so many workers come at once to a fit that trains on two
+          others: from their start as workers of Dask, by processes that have imported
+          everything, until each has made its first step. Each loads the model and a
+          snapshot, and the others send updates meanwhile. Sent: megabytes that the
+          busiest worker, and the scheduler, have sent in this time, headers included.
 Needs:    Linux and root.
 Run:      python -m benchmarks start
+          python -m benchmarks start --calls join --workers 1 4 16
 """
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import itertools
+import math
+import operator
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from distributed import Client, get_worker
+from distributed import Client, Worker, get_worker
 from torch import nn
 
 import daskdl
@@ -41,6 +50,8 @@ SCHEDULER, CLIENT, FIRST_WORKER = range(3)  # hosts
 FEATURES, CLASSES = 16, 4
 PORT = 8786
 READY_S = 240.0
+TRAINING = 2  # workers to which others come
+PAUSE_S = 0.25  # in each step while they come
 
 
 def model(width: int) -> nn.Module:
@@ -57,7 +68,7 @@ class Stop(FirstStep):
 
     def on_step_end(self, step: daskdl.Step) -> None:
         super().on_step_end(step)
-        if len(os.listdir(self._folder)) == self._replicas:
+        if len(os.listdir(self._folder)) >= self._replicas:
             step.stop()
 
 
@@ -108,31 +119,97 @@ def evaluate_s(client: Client, width: int, workers: int) -> float:
         return time.time() - began
 
 
+class Signs(NamedTuple):
+    """Where processes see how far the others are.
+
+    Attributes:
+        steps: Has a file of each replica that has made its first step.
+        gate: A file that exists while workers come to the fit, or are there.
+    """
+
+    steps: Path
+    gate: Path
+
+    @classmethod
+    def under(cls, folder: str) -> "Signs":
+        return cls(Path(folder, "steps"), Path(folder, "gate"))
+
+
+class Gather(Stop):
+    """Lets the others come once those that train have made a step."""
+
+    def __init__(self, signs: Signs, replicas: int) -> None:
+        super().__init__(str(signs.steps), replicas)
+        self._signs = signs
+
+    def on_step_end(self, step: daskdl.Step) -> None:
+        time.sleep(PAUSE_S)
+        super().on_step_end(step)
+        if len(os.listdir(self._signs.steps)) >= TRAINING:
+            with contextlib.suppress(FileExistsError):
+                self._signs.gate.touch(exist_ok=False)
+
+
+def gather(client: Client, width: int, workers: int, signs: Signs) -> None:
+    """Fit on two workers until others have come and each has made a step."""
+    wait_until(lambda: len(client.scheduler_info(n_workers=-1)["workers"]) == TRAINING)
+    torch.manual_seed(0)
+    rows = 2**10
+    data = torch.randn(rows, FEATURES), torch.arange(rows) % CLASSES
+    callbacks = [Gather(signs, TRAINING + workers)]
+    fitted = trainer(client, functools.partial(model, width), callbacks=callbacks)
+    fitted.fit(*data, batch_size=1, epochs=100)
+
+
+def wait_until(ready: Callable[[], bool], longest_s: float = READY_S) -> None:
+    until = time.monotonic() + longest_s
+    while not ready():
+        assert time.monotonic() < until, "nothing happens"
+        time.sleep(0.01)
+
+
+async def come_and_go(scheduler: str, host: str, signs: Signs) -> None:
+    """Be a worker whenever the gate is open, in a process that stays."""
+    is_open = signs.gate.exists
+    while True:
+        await asyncio.to_thread(wait_until, is_open, math.inf)
+        async with Worker(scheduler, host=host, nthreads=1, dashboard=False):
+            await asyncio.to_thread(wait_until, lambda: not is_open(), math.inf)
+
+
 CALLS = {"fit": start_s, "evaluate": evaluate_s}
+JOIN = "join"
 
 
-def serve(address: str, width: int, workers: int) -> None:
+def serve(address: str, width: int, workers: int, signs: Signs) -> None:
     """Make the call that each line of the standard input names; print the seconds."""
     with Client(address, set_as_default=False) as client:
-        client.wait_for_workers(workers, timeout=READY_S)
         for line in sys.stdin:
-            print(CALLS[line.strip()](client, width, workers), flush=True)
+            name = line.strip()
+            if name == JOIN:
+                gather(client, width, workers, signs)
+                print(flush=True)
+            else:
+                client.wait_for_workers(workers, timeout=READY_S)
+                print(CALLS[name](client, width, workers), flush=True)
 
 
 @contextlib.contextmanager
-def cluster(place: Place, width: int) -> Iterator[Any]:
-    """A function that lets a client on a host of its own make one of `CALLS`.
+def cluster(place: Place, width: int, workers: int, *, join: bool) -> Iterator[Any]:
+    """A function that lets a client on a host of its own make a call.
 
-    It returns seconds.
+    It returns seconds and, if workers join, the megabytes that were sent meanwhile.
     """
     addresses = place.addresses
     port = f"--port={PORT}"
     python = [sys.executable, "-m"]
     scheduler = f"tcp://{addresses[SCHEDULER]}:{PORT}"
-    workers = len(addresses) - FIRST_WORKER
+    hosts_of_workers = range(FIRST_WORKER, len(addresses))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as ends:
         folder = ends.enter_context(tempfile.TemporaryDirectory())
+        signs = Signs.under(folder)
+        signs.steps.mkdir()
 
         def begin(host: int, *command: str, **pipes: Any) -> Any:
             process = subprocess.Popen(
@@ -145,39 +222,68 @@ def cluster(place: Place, width: int) -> Iterator[Any]:
         where = f"--host={addresses[SCHEDULER]}"
         options = [where, port, "--no-dashboard"]
         begin(SCHEDULER, "distributed.cli.dask_scheduler", *options, **quiet)
-        for host in range(FIRST_WORKER, FIRST_WORKER + workers):
+        for host in hosts_of_workers:
+            if join and host >= FIRST_WORKER + TRAINING:
+                asked = ["benchmarks.start", scheduler, addresses[host], folder]
+                begin(host, *asked, **quiet)
+                continue
             options = [f"--host={addresses[host]}", "--nthreads=1", "--no-nanny"]
             options += ["--no-dashboard", f"--local-directory={folder}"]
             program = "distributed.cli.dask_worker"
             begin(host, program, scheduler, *options, **quiet)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        asked = [scheduler, str(width), str(workers)]
+        asked = [scheduler, str(width), str(workers), folder]
         client = begin(CLIENT, "benchmarks.start", *asked, **pipes)
 
-        def call(name: str) -> float:
+        def sent_mb() -> list[float]:
+            places = (SCHEDULER, *hosts_of_workers)
+            return [place.sent_bytes(host) / 1e6 for host in places]
+
+        def ask(name: str) -> None:
             client.stdin.write(f"{name}\n")
             client.stdin.flush()
-            return float(client.stdout.readline())
+
+        def call(name: str) -> dict[str, float]:
+            ask(name)
+            if name != JOIN:
+                return {"seconds": float(client.stdout.readline())}
+            wait_until(signs.gate.exists)
+            began_at, before = signs.gate.stat().st_mtime, sent_mb()
+            replicas = TRAINING + workers
+            wait_until(lambda: len(os.listdir(signs.steps)) >= replicas)
+            by_scheduler, *by_workers = map(operator.sub, sent_mb(), before)
+            assert client.stdout.readline()
+            paths = list(signs.steps.iterdir())
+            ended_at = max(float(path.read_text()) for path in paths)
+            for path in (*paths, signs.gate):
+                path.unlink()
+            return {
+                "seconds": ended_at - began_at,
+                "sent_mb": max(by_workers),
+                "scheduler_mb": by_scheduler,
+            }
 
         yield call
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     nbytes = 4 * sum(p.numel() for p in model(asked.width).parameters())
-    for workers in asked.workers:
+    for name, workers in itertools.product(asked.calls, asked.workers):
+        join = name == JOIN
+        count = workers + TRAINING if join else workers
         with (
-            hosts(FIRST_WORKER + workers, loopback=False) as place,
-            cluster(place, asked.width) as call,
+            hosts(FIRST_WORKER + count, loopback=False) as place,
+            cluster(place, asked.width, workers, join=join) as call,
         ):
-            for name, rate in itertools.product(asked.calls, asked.rates):
+            for rate in asked.rates:
                 place.limit(UNLIMITED)
                 call(name)
                 rounds = []
                 for _ in range(asked.runs):
                     place.limit(UNLIMITED)
-                    unlimited_s = call(name)
+                    unlimited_s = call(name)["seconds"]
                     place.limit(f"{rate}mbit")
-                    rounds.append({"unlimited": unlimited_s, "seconds": call(name)})
+                    rounds.append({"unlimited": unlimited_s, **call(name)})
                 copy_s = nbytes * 8 / (rate * 1e6)
                 numbers = medians(rounds)
                 yield {
@@ -195,9 +301,10 @@ QUESTION = Question(
     "start",
     __doc__,
     rows,
-    "call workers:d mbit:d mb:.1f copy:.2f seconds:.2f unlimited:.2f times:.2f",
+    "call workers:d mbit:d mb:.1f copy:.2f seconds:.2f unlimited:.2f times:.2f "
+    "sent_mb:.1f scheduler_mb:.1f",
     {
-        "--calls": {"nargs": "+", "choices": CALLS, "default": ["fit"]},
+        "--calls": {"nargs": "+", "choices": [*CALLS, JOIN], "default": ["fit"]},
         "--workers": [2, 4, 8],
         "--rates": [10],
         "--width": 640,
@@ -205,5 +312,10 @@ QUESTION = Question(
     },
 )
 
-if __name__ == "__main__":  # the client, on a host of its own
-    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+if __name__ == "__main__":  # on a host of its own
+    address, *others, folder_of_signs = sys.argv[1:]
+    if len(others) == 1:
+        (host,) = others
+        asyncio.run(come_and_go(address, host, Signs.under(folder_of_signs)))
+    else:
+        serve(address, *map(int, others), Signs.under(folder_of_signs))

@@ -5,7 +5,8 @@ before they have arrived there, so that all links are busy at once: even parts f
 binary tree of the workers, odd parts the same tree in reverse order. A worker with
 successors in one tree has none in the other, so no worker sends more than one copy, and
 neither does the scheduler. A part passes at most log2(workers) + 2 links. Workers that
-come later load the value from one that has it.
+come later load the value from one that has it, or that loads it itself: those that come
+together are a tree, too.
 """
 
 import asyncio
@@ -363,10 +364,10 @@ class Broadcast:
         parts: Number of parts.
         client: Id of the client that sends it.
         timeout_s: Longest wait of a worker for one answer.
-        holders: Workers that have it all, and the number of those that load it from
-            each.
+        holders: Workers that have it all.
+        readers: Number of workers that load it from each worker which has it, or which
+            came later and loads it itself.
         sending: The request to each worker to load it.
-        changed: Tells of holders that come, go, or have served another worker.
     """
 
     def __init__(self, copy: ModelCopy, client: str, timeout_s: float) -> None:
@@ -374,9 +375,29 @@ class Broadcast:
         self.forms, self.parts = copy.forms, len(copy.parts)
         self.client = client
         self.timeout_s = timeout_s
-        self.holders: dict[str, int] = {}
+        self.holders: set[str] = set()
+        self.readers: dict[str, int] = {}
         self.sending: dict[str, asyncio.Task[str]] = {}
-        self.changed = Signal()
+
+    def source(self) -> str:
+        """The worker from which the next one loads it.
+
+        That is the one with fewest readers of those that have it all, if it serves less
+        than `MAX_READERS` others. Else it is the first such worker that loads it
+        itself: each new one has room for others, and the tree stays as flat as it can.
+        """
+        free = [w for w, readers in self.readers.items() if readers < MAX_READERS]
+
+        def order(worker: str) -> tuple[int, str]:
+            has_it = worker in self.holders
+            return (self.readers[worker], worker) if has_it else (MAX_READERS, "")
+
+        return min(free, key=order)
+
+    def forget(self, worker: str) -> None:
+        """Forget a worker that has left, or could not load it."""
+        self.holders.discard(worker)
+        self.readers.pop(worker, None)
 
 
 class SchedulerCopies(Copies):
@@ -461,32 +482,29 @@ class SchedulerCopies(Copies):
         if broadcast.copy is not None:
             error = await self._ask(worker, key, broadcast, routes[worker])
         else:
-            error = await self._load_from_holders(worker, key, broadcast)
-        if not error:
-            broadcast.holders.setdefault(worker, 0)
-            broadcast.changed.notify()
+            error = await self._load_from_another(worker, key, broadcast)
+        if error:
+            broadcast.forget(worker)
+        else:
+            broadcast.holders.add(worker)
+            broadcast.readers.setdefault(worker, 0)
         return error
 
-    async def _load_from_holders(
+    async def _load_from_another(
         self, worker: str, key: Key, broadcast: Broadcast
     ) -> str:
-        """Let a worker load a value from one that has it, or from others if it is lost.
-
-        Each holder serves up to `MAX_READERS` others at a time.
-        """
-        holders = broadcast.holders
-        while holders and min(holders.values()) >= MAX_READERS:
-            await broadcast.changed.wait()
-        if not holders:
+        """Let a worker load a value from another; if that is lost, from holders."""
+        if not broadcast.holders:
             return "no worker has the model any more"
-        source, *others = sorted(holders, key=lambda holder: (holders[holder], holder))
-        holders[source] += 1
+        source, readers = broadcast.source(), broadcast.readers
+        others = sorted(broadcast.holders - {source}, key=lambda h: (readers[h], h))
+        readers[source] += 1
+        readers[worker] = 0
         try:
             return await self._ask(worker, key, broadcast, [[source, *others[:OTHERS]]])
         finally:
-            if source in holders:  # it may have left
-                holders[source] -= 1
-                broadcast.changed.notify()
+            if source in readers:  # it may have left
+                readers[source] -= 1
 
     async def _ask(
         self, worker: str, key: Key, broadcast: Broadcast, routes: Sequence[Route]
@@ -520,10 +538,9 @@ class SchedulerCopies(Copies):
     def worker_removed(self, worker: str) -> None:
         """Forget a worker that has left."""
         for broadcast in self.broadcasts.values():
-            broadcast.holders.pop(worker, None)
+            broadcast.forget(worker)
             if worker in broadcast.sending:
                 broadcast.sending[worker].cancel()
-            broadcast.changed.notify()
 
     def client_removed(self, client: str, open_runs: Iterable[int]) -> None:
         """Drop what a client had sent for runs that have not opened."""

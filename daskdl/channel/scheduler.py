@@ -409,7 +409,8 @@ class LiveRun:
         The answer to a joining replica names the donor of its snapshot, its worker and
         the updates that the snapshot must contain; all later updates are sent to the
         replica. No worker: no snapshot can be made now, so it has to ask again. No
-        donor: all of them serve others, or, if nobody trains, none is left.
+        donor: all of them serve others, or, if nobody trains, none is left. Only the
+        first answer has the members.
         """
         state, members = self.state, self.state.members
         if version != VERSION:
@@ -422,7 +423,8 @@ class LiveRun:
             await self.until(lambda: members.started)
         if not members.is_here(replica):
             raise ValueError(f"no replica {replica} in this run")
-        if replica not in state.outboxes:  # else the request is a retry
+        asks_again = replica in state.outboxes
+        if not asks_again:
             self._add_member(replica)
         if initial:
             self.notify()
@@ -458,9 +460,10 @@ class LiveRun:
         return {
             "members": [],
             "gone": sorted(members.gone),
-            "topology": state.topology(),
+            # Many may ask again at once, and know it already.
+            "topology": None if asks_again else state.topology(),
             "donor": donor,
-            "training": members.training,
+            "training": bool(members.training),
             "worker": worker,
             "cut": list(cut.items()),
         }

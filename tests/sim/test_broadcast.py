@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from daskdl.channel import broadcast, protocol
-from daskdl.channel.broadcast import parts_of, routes_of, send
+from daskdl.channel.broadcast import WINDOW, parts_of, routes_of, send
 from daskdl.channel.protocol import NAME
 from daskdl.channel.run_state import MAX_READERS
-from tests.sim.cluster import simulated
+from tests.sim.cluster import run_simulated, simulated
 from tests.sim.network import SCHEDULER
 from tests.support.channels import recorded, wait_until
 
@@ -247,9 +247,66 @@ async def test_workers_that_come_later_load_it_from_each_other(
     sending.check(*later)
     assert sending.sent[SCHEDULER] == 0
     assert max(most.values()) <= MAX_READERS
-    # One that had it first has sent it in each of log3(17) rounds, to two others.
     rounds = math.ceil(math.log(17, 1 + MAX_READERS))
     assert max(sending.sent.values()) <= MAX_READERS * rounds * PARTS
+
+
+@pytest.mark.parametrize("count", [4, 16, 64])
+def test_the_time_in_which_workers_load_it_grows_with_the_logarithm_of_their_number(
+    count, monkeypatch
+):
+    """All links are as narrow, and carry one message at a time, in or out."""
+    part_s = 0.1
+    depth = math.ceil(math.log2(count + 2)) - 1
+
+    async def load_all(c, s, first, *later):
+        sending = Sending(c, s, (first, *later), monkeypatch)
+        assert await sending.all(first) == {}
+        sending.release()
+        world, bandwidth = s.network.world, s.network.bandwidth
+        for server in (s, first, *later):
+            bandwidth[server.address] = sending.blob.nbytes / PARTS / part_s
+        began_at = world.now
+
+        failures = await asyncio.gather(*(sending.spread(w) for w in later))
+
+        took_s = world.now - began_at
+        bandwidth.clear()
+        assert failures == [{}] * count
+        copies = 1 + MAX_READERS  # that the link of a worker carries
+        assert took_s < (copies * PARTS + 2 * WINDOW * depth) * part_s  # virtual
+
+    run_simulated(load_all, 1 + count)
+
+
+@simulated(4)
+async def test_the_readers_of_a_worker_that_is_lost_load_it_from_one_that_has_it(
+    c, s, first, *later, monkeypatch
+):
+    sending = Sending(c, s, (first, *later), monkeypatch)
+    assert await sending.all(first) == {}
+    sending.release()
+    source = later[0]  # the last one loads it from this one
+    lost, answer = [], source.handlers[protocol.PART]
+
+    async def ending(**fields):
+        if fields["number"] == 4 and not lost:
+            lost.append(source)
+            s.network.end(source, 0.0)
+            s.worker_gone(source)
+            await asyncio.Event().wait()
+        return await answer(**fields)
+
+    monkeypatch.setitem(source.handlers, protocol.PART, ending)
+
+    failures = await asyncio.gather(*(sending.spread(w) for w in later))
+
+    assert lost
+    assert [*map(len, failures)] == [1, 0, 0]
+    sending.check(*later[1:])
+    broadcast_ = s.plugin.copies.broadcasts[RUN, SECRET]
+    others = [worker.address for worker in (first, *later[1:])]
+    assert broadcast_.readers == dict.fromkeys(others, 0)
 
 
 @simulated(3)

@@ -301,7 +301,7 @@ async def test_a_joining_replica_waits_until_all_send_to_it(c, s, a, b):
         assert not joining.done()
 
         queue = run.record.outboxes[1].head(10**6)
-        await run.deliver(1, *(item for item in queue if item.kind == "members"))
+        await run.deliver(1, *(item for item in queue if item.kind == "member"))
         result = await joining
         assert publish(peer, 2)
         await waiting

@@ -102,7 +102,7 @@ def test_a_worker_that_cannot_get_the_model_gets_it_later_and_dask_logs_no_error
         copies().clear()
         cluster.scale(2)
 
-    held = {}
+    held = set()
     script = Script(
         (1, forget_holders),
         (lambda _: "no replica on" in caplog.text, lambda: copies().update(held)),

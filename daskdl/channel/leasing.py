@@ -169,6 +169,7 @@ class RunSpec:
             sums would round local otherwise.
         sum_fan_out: Most workers to which the scheduler, or another worker, sends a
             large sum.
+        parameters: Number of parameters that are trained; 0: unknown.
     """
 
     run: RunId
@@ -190,11 +191,20 @@ class RunSpec:
     secret: Token = field(default=0, repr=False)
     merge_s: float = 0.0
     sum_fan_out: Positive = 2
+    parameters: Natural = 0
 
     @property
     def merges(self) -> bool:
         """Whether the relay sends sums of updates."""
         return self.merge_s > 0 and self.relayed and not self.synchronous
+
+    @property
+    def queue_bytes(self) -> int:
+        """Bound on the relay's queue for each replica: with merging, of two sums.
+
+        A sum takes about 0.65 bytes per parameter, and rarely more than one.
+        """
+        return max(self.relay_bytes, 2 * self.parameters * self.merges)
 
     @property
     def label(self) -> str:

@@ -235,6 +235,14 @@ def _phase(member: MemberState) -> str:
     return "training" if member.active else "joining"
 
 
+def _nbytes(messages: Iterable[Message]) -> int:
+    return sum(message.nbytes + MESSAGE_BYTES for message in messages)
+
+
+def _by_origin(messages: Iterable[Message]) -> Counter[int]:
+    return Counter(m.origin for m in messages if m.kind == MessageKind.UPDATE)
+
+
 @dataclass
 class BarrierState:
     """A barrier at which some replicas have arrived.
@@ -280,7 +288,8 @@ class BarrierState:
 # twice if an answer is lost. The bounds limit a replica that only claims to leave.
 EXCESS_UPDATES = 4
 EXCESS_BYTES = 16 * 2**20
-MERGEABLE = MessageKind.UPDATE, MessageKind.PROGRESS  # what may wait for others
+UPDATES = MessageKind.UPDATE, MessageKind.SUM  # what can be merged
+MERGEABLE = *UPDATES, MessageKind.PROGRESS  # what may wait for others
 MAX_NAMED = 8  # gone replicas in a message, which fits a screen
 
 
@@ -304,10 +313,12 @@ class RunState:
             work "departed"; empty before the first.
         holding: Whether updates are held back, see `_complete`.
         waiting: Updates and progress that wait for others, to be sent with them, and
-            other messages that must not overtake these; replaced by `send_waiting`.
+            other messages that must not overtake these. The first may be a sum of
+            earlier updates. Replaced by `send_waiting` and `keep_sum`.
         on_waiting: Called when the first of these begins to wait: `send_waiting` must
             be called in `RunSpec.merge_s` seconds.
-        on_due: Called when they need not wait any longer, see `due`.
+        on_due: Called when they need not wait any longer, see `due`, and when they
+            should be merged, see `crowded`.
     """
 
     spec: RunSpec
@@ -351,7 +362,8 @@ class RunState:
         self.holding = False
         self.on_waiting = self.on_due = lambda: None
         self.waiting = []
-        self._waiting_bytes = 0
+        self._unmerged_bytes = 0  # of what waits, apart from the sum
+        self._summed = Counter[int]()  # updates in the sum that waits, by origin
         self._urgent = False  # what waits need not wait any longer
         self._sums = 0  # sent so far
         # By replica, number of messages in its queue so far with each sum that has
@@ -513,7 +525,7 @@ class RunState:
         # Those that were held back may be in steps of an earlier grid.
         if merges and not self._held and (self.waiting or message.kind in MERGEABLE):
             self.waiting.append(message)
-            self._waiting_bytes += message.nbytes + MESSAGE_BYTES
+            self._unmerged_bytes += message.nbytes + MESSAGE_BYTES
             if len(self.waiting) == 1:
                 self.on_waiting()
             if message.kind not in MERGEABLE:
@@ -539,13 +551,26 @@ class RunState:
         if self._urgent or not self.waiting:
             return self._urgent
         kinds = {message.kind for message in self.waiting}
-        updates = (m for m in self.waiting if m.kind == MessageKind.UPDATE)
-        origins = {message.origin for message in updates}
+        origins = self._summed.keys() | _by_origin(self.waiting).keys()
         busy = self._busy_steps()
         return (
             not kinds.issubset(MERGEABLE)
             or len(origins) >= len(busy)
             or bool(self._ended_waits(busy))
+        )
+
+    @property
+    def crowded(self) -> bool:
+        """Whether updates that wait should be merged now, and their sum wait on.
+
+        That is the case if they fill half of a queue, which is room for one sum. A
+        joining replica needs them one by one.
+        """
+        if 2 * self._unmerged_bytes < self.spec.queue_bytes:
+            return False
+        replicas = self.members.replicas
+        return sum(m.kind in UPDATES for m in self.next_waiting()) > 1 and all(
+            replicas[replica].active for replica in self.outboxes
         )
 
     def _busy_steps(self) -> list[int]:
@@ -563,6 +588,20 @@ class RunState:
         """Return what of `waiting` can be sent at once: up to other messages."""
         sent = list(itertools.takewhile(lambda m: m.kind in MERGEABLE, self.waiting))
         return sent or self.waiting[:1]
+
+    def keep_sum(self, total: Message, count: int) -> None:
+        """Let a sum wait in place of the updates that are in it.
+
+        Args:
+            total: The sum of all updates among the first `count` of `waiting`.
+            count: Number of messages, see `next_waiting`.
+        """
+        summed, later = self.waiting[:count], self.waiting[count:]
+        self._summed += _by_origin(summed)
+        progress = {m.origin: m for m in summed if m.kind == MessageKind.PROGRESS}
+        unmerged = [*progress.values(), *later]
+        self._unmerged_bytes = _nbytes(unmerged)
+        self.waiting = [total, *unmerged]
 
     def send_waiting(self, together: Sequence[Message] = (), count: int = 0) -> None:
         """Send updates that wait for others, and what waits with them.
@@ -585,7 +624,7 @@ class RunState:
                 self._send_together(sent, together)
             else:
                 self._deliver(sent[0], None)
-        self._waiting_bytes = sum(m.nbytes + MESSAGE_BYTES for m in self.waiting)
+        self._unmerged_bytes = _nbytes(self.waiting)
         if self.waiting:
             self.on_waiting()
         else:
@@ -595,17 +634,19 @@ class RunState:
     def _send_together(
         self, sent: Sequence[Message], together: Sequence[Message]
     ) -> None:
-        updates = [m for m in sent if m.kind == MessageKind.UPDATE]
-        by_origin = Counter(message.origin for message in updates)
+        updates = [m for m in sent if m.kind in UPDATES]
+        together = together or updates
+        by_origin = self._summed + _by_origin(sent)
+        self._summed = Counter()
         progress = {m.origin: m for m in sent if m.kind == MessageKind.PROGRESS}
         sums = [self._along_tree(m) for m in together if m.kind == MessageKind.SUM]
         for replica, box in self.outboxes.items():
             member = self.members.replicas[replica]
-            if together and member.active:
+            if member.active:
                 singles = [m for m in together if m.kind != MessageKind.SUM]
                 chosen = [*(total[member.worker] for total in sums), *singles]
             else:
-                chosen = updates
+                chosen = updates  # no sum waits while a replica joins
             for message in (*chosen, *progress.values()):
                 is_sum = message.kind in (MessageKind.SUM, MessageKind.SUM_AT)
                 if is_sum or message.origin != replica:
@@ -644,21 +685,22 @@ class RunState:
             return 0
         echoes, arrived = self._echoes.get(origin, ()), self.outboxes[origin].removed
         on_their_way = sum(count for added, count in echoes if added > arrived)
-        return on_their_way + sum(
-            m.origin == origin and m.kind == MessageKind.UPDATE for m in self.waiting
-        )
+        waiting = self._summed[origin] + _by_origin(self.waiting)[origin]
+        return on_their_way + waiting
 
     def _has_room(self, origin: int, nbytes: int) -> bool:
         """Whether all queues have room for an update of an origin.
 
         A replica has to keep its updates until they have come back to it in sums, so
-        there is room for few of them.
+        there is room for few of them. What waits needs the room of one sum in a queue.
         """
         if self._coming_back(origin) >= RECENT // 2:
             return False
-        if self.waiting and self._waiting_bytes + nbytes > self.spec.relay_bytes:
+        most = self.spec.queue_bytes
+        if self.waiting and self._unmerged_bytes + nbytes > most:
             return False
-        nbytes += self._waiting_bytes
+        if self.waiting:
+            nbytes = min(_nbytes(self.waiting) + nbytes, most // 2)
         return all(
             box.has_room(nbytes)
             for replica, box in self.outboxes.items()
@@ -713,8 +755,9 @@ class RunState:
         if accepted == len(messages):
             self._announce(origin, progress)
         if self.waiting:
-            self._urgent |= accepted < len(messages)
-            if self.due:
+            # If it is crowded, merging makes room.
+            self._urgent |= accepted < len(messages) and not self.crowded
+            if self.due or self.crowded:
                 self.on_due()
         elif needed_step:
             self._forget_waits()

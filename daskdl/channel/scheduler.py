@@ -55,7 +55,7 @@ from daskdl.channel.protocol import (
     run_id,
     wrap,
 )
-from daskdl.channel.run_state import AT_FIRST, RunState
+from daskdl.channel.run_state import AT_FIRST, UPDATES, RunState
 from daskdl.channel.transport import (
     BATCH_BYTES,
     Outbox,
@@ -254,20 +254,27 @@ class LiveRun:
         state, began_at = self.state, self.now()
         while state.waiting:
             self._due.clear()
-            if not state.due:
+            if not state.due and not state.crowded:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(began_at + state.spec.merge_s):
                         await self._due.wait()
-            began_at = self.now()  # others come while these are merged
-            waiting, sent = state.waiting, state.next_waiting()
-            updates = [m for m in sent if m.kind == MessageKind.UPDATE]
-            merge = functools.partial(merged, updates, state.spec.run)
-            if sum(update.nbytes for update in updates) > INLINE_BYTES:
-                together = await asyncio.to_thread(merge)
+            sends = state.due or not state.crowded
+            began_at = self.now() if sends else began_at  # others come meanwhile
+            waiting, oldest = state.waiting, state.next_waiting()
+            updates = [m for m in oldest if m.kind in UPDATES]
+            together = await self._merged(updates)
+            if state.waiting is not waiting:  # they have been sent one by one
+                continue
+            if sends or len(together) > 1:  # what cannot be merged does not wait
+                state.send_waiting(together, len(oldest))
             else:
-                together = merge()
-            if state.waiting is waiting:  # else they have been sent one by one
-                state.send_waiting(together, len(sent))
+                state.keep_sum(together[0], len(oldest))
+
+    async def _merged(self, updates: Sequence[Message]) -> list[Message]:
+        merge = functools.partial(merged, updates, self.state.spec.run)
+        if sum(update.nbytes for update in updates) > INLINE_BYTES:
+            return await asyncio.to_thread(merge)
+        return merge()
 
     async def until(
         self, ready: Callable[[], bool], timeout_s: float | None = None
@@ -476,7 +483,7 @@ class LiveRun:
             ask = functools.partial(self._ask, worker)
             self._batchers[worker] = WorkerBatcher(worker, ask, bound)
         self._batchers[worker].replicas.add(replica)
-        outbox = Outbox(state.spec.relay_bytes)
+        outbox = Outbox(state.spec.queue_bytes)
         loop = SendLoop(
             outbox,
             functools.partial(self._batchers[worker].deliver, replica),

@@ -334,6 +334,7 @@ def run_spec_of(
         timeouts=vars(spec.timeouts),
         relayed=relayed,
         merge_s=merge_s,
+        parameters=spec.size,
         first_epoch=spec.first_epoch,
         intervals=SyncIntervals(
             replicas=len(workers),

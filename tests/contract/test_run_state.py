@@ -31,6 +31,7 @@ from daskdl.channel.run_state import (
     EXCESS_BYTES,
     EXCESS_UPDATES,
     MAX_READERS,
+    UPDATES,
     RunState,
 )
 from daskdl.channel.transport import RECENT, Outbox
@@ -89,11 +90,21 @@ def merging(replicas=3, **options):
     return joined(replicas, **{"merge_s": 0.1, "relay_bytes": 2**20, **options})
 
 
+def merge_waiting(state):
+    """What waits, merged, and the number of messages."""
+    sent = state.next_waiting()
+    return merged([m for m in sent if m.kind in UPDATES], SPEC.run), len(sent)
+
+
 def send_merged(state):
     """Send what waits as a scheduler does after a while."""
-    sent = state.next_waiting()
-    updates = [m for m in sent if m.kind == "update"]
-    state.send_waiting(merged(updates, SPEC.run), len(sent))
+    state.send_waiting(*merge_waiting(state))
+
+
+def keep_merged(state):
+    """Let the sum of what waits wait on, as a scheduler does if it is crowded."""
+    (total,), count = merge_waiting(state)
+    state.keep_sum(total, count)
 
 
 def publish_one_each(state, sequence=1):
@@ -416,6 +427,144 @@ def test_what_waits_takes_room():
     accepted = state.publish(0, messages, PeerProgress(3, 3))
 
     assert accepted == 2
+
+
+EACH_FRAMED = framed_update(0, 1, 0).nbytes + MESSAGE_BYTES
+
+
+def summands(message):
+    return [tuple(name[:2]) for name in codec.decode_sum(message.payload).summands]
+
+
+def test_one_sum_has_the_updates_of_all_however_many_there_are():
+    state = merging(40, relay_bytes=4 * EACH_FRAMED)
+    most = 0
+    for origin in range(40):
+        publish(state, origin)
+        most = max(most, sum(m.nbytes + MESSAGE_BYTES for m in state.waiting))
+        if state.crowded and not state.due:
+            keep_merged(state)
+
+    assert state.due
+    send_merged(state)
+
+    for replica in range(40):
+        (message,) = queued(state, replica)
+        assert summands(message) == [(origin, 1) for origin in range(40)]
+    assert most < 20 * EACH_FRAMED
+
+
+def test_a_sum_waits_until_each_replica_has_sent_an_update():
+    state = merging(3, relay_bytes=4 * EACH_FRAMED)
+    due = counted(state)
+    publish(state, 0)
+    publish(state, 0, 2)
+    state.publish(0, [], PeerProgress(5, 2))
+    called = list(due)
+
+    keep_merged(state)
+    before = state.crowded, state.due, queued(state, 1)
+    publish(state, 1)
+    publish(state, 2)
+
+    assert (called, before) == ([False, False], (False, False, []))
+    assert state.due
+    send_merged(state)
+    total, progress = queued(state, 1)
+    assert summands(total) == [(0, 1), (0, 2), (1, 1), (2, 1)]
+    assert (progress.kind, progress.step) == ("progress", 5)
+
+
+def test_a_sum_that_waits_is_sent_at_once_if_need_be():
+    state = merging(3, relay_bytes=4 * EACH_FRAMED)
+    publish(state, 0)
+    publish(state, 1)
+    keep_merged(state)
+
+    state.send_waiting()
+    for sequence in (1, 2):
+        publish(state, 2, sequence)
+    send_merged(state)
+
+    for replica in range(3):
+        sums = [summands(message) for message in queued(state, replica)]
+        assert sums == [[(0, 1), (1, 1)], [(2, 1), (2, 2)]]
+
+
+def test_nothing_is_merged_before_it_is_due_while_a_replica_joins():
+    """Its snapshot may contain some of the updates."""
+    state = merging(3, relay_bytes=4 * EACH_FRAMED)
+    newcomer = state.members.assign("tcp://new")
+    state.join(newcomer, 100.0, Outbox(2**20))
+    state.send_waiting()
+
+    publish(state, 0)
+    publish(state, 1)
+    before = state.crowded
+    state.activate(newcomer, 1)
+    state.send_waiting()
+    kinds = [message.kind for message in queued(state, newcomer)]
+    for box in state.outboxes.values():
+        box.drop(len(box))
+    publish(state, 0, 2)
+    publish(state, 1, 2)
+
+    assert (before, state.crowded) == (False, True)
+    assert kinds == ["update", "update"]
+
+
+def test_updates_in_a_sum_that_waits_take_the_room_of_their_origin():
+    """It keeps the latest of its own, to subtract them from sums."""
+    state = merging(2, relay_bytes=4 * EACH_FRAMED)
+    accepted = 0
+    for _ in range(RECENT):
+        message = framed_update(0, accepted + 1, 0)
+        accepted += state.publish(0, [message], PeerProgress(1))
+        if state.crowded:
+            keep_merged(state)
+
+    assert accepted == RECENT // 2
+    assert state.due  # as there is no room
+    send_merged(state)
+    message = framed_update(0, accepted + 1, 0)
+    before = state.publish(0, [message], PeerProgress(1))
+    state.outboxes[0].drop(1)
+    after = state.publish(0, [message], PeerProgress(1))
+    assert (before, after) == (0, 1)
+
+
+def test_updates_for_which_merging_makes_room_do_not_let_others_be_sent():
+    state = merging(4, relay_bytes=4 * EACH_FRAMED)
+    for sequence in (1, 2):
+        publish(state, 0, sequence)
+        publish(state, 1, sequence)
+
+    before = state.publish(2, [framed_update(2, 1, 2)], PeerProgress(1))
+
+    assert (before, state.due) == (0, False)
+    keep_merged(state)
+    assert state.publish(2, [framed_update(2, 1, 2)], PeerProgress(1))
+
+
+def test_a_queue_with_a_sum_has_room_for_the_next():
+    state = merging(40, relay_bytes=8 * EACH_FRAMED)
+    for sequence in (1, 2):
+        for origin in range(40):
+            publish(state, origin, sequence)
+            if state.crowded and not state.due:
+                keep_merged(state)
+        send_merged(state)
+
+    sums = [len(summands(message)) for message in queued(state, 0)]
+    assert sums == [40, 40]
+
+
+def test_the_room_of_a_queue_is_that_of_two_sums():
+    size = 2**21
+    spec = merging(2, parameters=size).spec
+
+    assert spec.queue_bytes == 2 * size
+    assert plan_of(2, parameters=size, relay_bytes=5).queue_bytes == 5
 
 
 MUCH = 2**21  # bytes of an update: more than `EXCESS_UPDATES` fit

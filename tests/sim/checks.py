@@ -79,7 +79,8 @@ class Inspector:
         control = 64 * replicas * MESSAGE_BYTES + leaving
         for live in cluster.scheduler.plugin.runs.values():
             for replica, box in live.state.outboxes.items():
-                self._bound(f"relay to {replica}", box, setup.relay_bytes + control)
+                bound = live.state.spec.queue_bytes + control
+                self._bound(f"relay to {replica}", box, bound)
         for worker in cluster.workers.values():
             if worker.process.alive:
                 for (_, replica), end in worker.plugin.endpoints.items():

@@ -190,6 +190,7 @@ class Scenario:
                 inbox_bytes=inbox_bytes,
                 tree_bytes=chance.choice([0, 0, 2**16]),
                 sum_fan_out=chance.choice([1, 1, 2, 4]),
+                relay_bytes=chance.choice([scenario.setup.relay_bytes, MERGED_BYTES]),
             )
         chance = random.Random(f"momentum {seed}")
         momentum = chance.choice([0.0, 0.0, 0.5, 0.75])
@@ -558,6 +559,7 @@ def damaged(drawn, chance):
 MERGED = 0.5  # share of the seeds in which a relay merges updates
 # The longest is longer than any replica may wait for another one.
 MERGE_S = 0.02, 0.3, 60.0
+MERGED_BYTES = 1500  # room for some updates: others wait in a sum
 # A replica subtracts its own updates from sums, so it has to keep the latest of them.
 MERGED_INBOX_BYTES = 16 * (FRAME_BYTES + MESSAGE_BYTES)
 

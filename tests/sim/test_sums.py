@@ -9,7 +9,14 @@ import pytest
 from daskdl import FixedThreshold, GradientSharing, KeepResidual, codec
 from daskdl.channel import merging, scheduler
 from daskdl.channel.merging import merged
-from daskdl.channel.protocol import GoneError, Message, MessageKind, unwrap, wrap
+from daskdl.channel.protocol import (
+    GoneError,
+    Message,
+    MessageKind,
+    PeerProgress,
+    unwrap,
+    wrap,
+)
 from daskdl.channel.worker import SUMS_KEPT, KeptSums
 from tests.sim.cluster import simulated
 from tests.sim.fit import Cluster, Setup
@@ -341,6 +348,7 @@ async def test_what_is_sent_while_it_is_merged_is_not_sent_again(
 
         def interrupted(updates, run_id):
             run.record.send_waiting()
+            run.record.publish(2, [], PeerProgress(1))  # begins to wait meanwhile
             return merged(updates, run_id)
 
         monkeypatch.setattr(scheduler, "merged", interrupted)
@@ -355,3 +363,20 @@ async def test_what_is_sent_while_it_is_merged_is_not_sent_again(
         assert counts(run.channels[2].drain()) == [2, 2, 0]
         sent = [kind for kind in kinds(requests) if kind in ("update", "sum")]
         assert sent == ["update", "update", "sum"]
+
+
+@simulated(6)
+async def test_updates_for_which_there_is_no_room_together_are_sent_as_one_sum(
+    c, s, *workers, monkeypatch
+):
+    async with a_run(c, s, *workers, merge_s=1000.0, relay_bytes=1500) as run:
+        requests = recorded(workers[0].handlers, "daskdl_deliver", monkeypatch)
+        members = run.record.members.replicas
+        for replica, channel in run.channels.items():
+            assert publish(channel, 1 + replica, step=1)
+            await wait_until(lambda r=replica: members[r].progress.sequence == 1)
+        await all_arrive(run)
+
+        sent = [kind for kind in kinds(requests) if kind in ("update", "sum")]
+        assert sent == ["sum"]
+        assert counts(run.channels[0].drain()) == [0, 1, 1]

@@ -423,20 +423,22 @@ class ReplicaEndpoint:
         """Fetch a sum and process it, as `deliver` an update."""
         sums, number = self.sums, message.sequence
         async with sums.fetching:
-            frame = sums.find(number)
+            frame, total = sums.find(number), None
             if frame is None:
-                frame = await self._fetch_sum(message)
-                if frame is None:
+                fetched = await self._fetch_sum(message)
+                if fetched is None:
                     return False
+                frame, total = fetched
                 await sums.keep(number, frame)
-        fetched = message._replace(kind=MessageKind.SUM, sequence=0, payload=frame)
-        return await self._deliver_sum(fetched)
+        if total is None:  # another replica here has fetched it
+            total = self._read_sum(frame)
+        return await self._take_sum(message._replace(kind=MessageKind.SUM), total)
 
-    async def _fetch_sum(self, message: Message) -> Any:
+    async def _fetch_sum(self, message: Message) -> tuple[Any, SumUpdate] | None:
         """Fetch a sum from a worker that has it, or else from the scheduler.
 
         Returns:
-            The frame; None if there was no answer that could be read.
+            The frame and what it holds; None if there was no answer that could be read.
         """
         spec = self._spec
         worker = self.routing.workers.get(message.origin)
@@ -451,28 +453,32 @@ class ReplicaEndpoint:
                 async with asyncio.timeout(longest_s):
                     answer = await asking
                 frame = copied(answer["frame"])
-                codec.decode_sum(frame, run=spec.run, size=spec.size)
+                return frame, self._read_sum(frame)
             except (OSError, *UNREADABLE_SUM) as error:  # a TimeoutError is an OSError
                 logger.info("sum %s from %s: %s", message.sequence, address, error)
-            else:
-                return frame
         return None
+
+    def _read_sum(self, frame: Any) -> SumUpdate:
+        return codec.decode_sum(frame, run=self._spec.run, size=self._spec.size)
 
     async def _deliver_sum(self, message: Message) -> bool:
         """Process the sum of several updates, as `deliver` an update."""
-        spec, inbox = self._spec, self.inbox
         try:
             frame = unwrap(message.payload)
-            total = codec.decode_sum(frame, run=spec.run, size=spec.size)
+            total = self._read_sum(frame)
         except UNREADABLE_SUM as error:
             self._refuse_sum(error)
             return True
         if message.sequence:
             await self.sums.keep(message.sequence, copied(frame))
-        if inbox.awaits_snapshot:
+        return await self._take_sum(message, total)
+
+    async def _take_sum(self, message: Message, total: SumUpdate) -> bool:
+        """Put a sum into the inbox, or keep it for the snapshot; see `deliver`."""
+        if self.inbox.awaits_snapshot:
             names = [summand[:2] for summand in total.summands]
             kept = message._replace(payload=total)
-            limit_bytes = spec.inbox_bytes
+            limit_bytes = self._spec.inbox_bytes
             return self._before_snapshot.keep(kept, limit_bytes, names) is not None
         return await self._put_sum(message, total)
 

@@ -218,6 +218,23 @@ async def test_sums_are_passed_on_from_worker_to_worker(c, s, *workers, monkeypa
         assert counts(run.channels[1].drain()) == [1, 0, 1]
 
 
+@simulated(3)
+async def test_a_sum_is_read_once(c, s, *workers, monkeypatch):
+    async with merging_run(c, s, *workers, monkeypatch=monkeypatch) as run:
+        read, decode_sum = [], codec.decode_sum
+
+        def reading(frame, **options):
+            read.append(options)
+            return decode_sum(frame, **options)
+
+        monkeypatch.setattr(codec, "decode_sum", reading)
+
+        await publish_all(run)
+        await all_arrive(run)
+
+        assert len(read) == len(workers)
+
+
 async def gone(**fields):
     return {"status": "unknown", "reason": "no such replica here"}
 

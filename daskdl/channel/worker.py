@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import logging
+import math
 import secrets
 import sys
 from collections.abc import (
@@ -194,6 +195,8 @@ class BlobServer:
 
 
 SUMS_KEPT = 4  # on a worker; an older sum comes from the scheduler
+# For this time, sums come from the scheduler instead of a worker that has not answered.
+AVOIDED_S = 120.0
 
 
 class KeptSums:
@@ -214,6 +217,7 @@ class KeptSums:
     def __init__(self, limit_bytes: int) -> None:
         self.fetching = asyncio.Lock()
         self._limit_bytes = limit_bytes
+        self._avoided: dict[str, float] = {}  # until when, by address of the worker
         self._frames: dict[int, Any] = {}  # by number, oldest first
         self._changed = asyncio.Condition()
 
@@ -234,6 +238,15 @@ class KeptSums:
             ):
                 del self._frames[next(iter(self._frames))]
             self._changed.notify_all()
+
+    def avoid(self, worker: str, now: float) -> None:
+        """Remember a worker that has not answered, for a while."""
+        self._avoided = {w: end for w, end in self._avoided.items() if end > now}
+        self._avoided[worker] = now + AVOIDED_S
+
+    def avoids(self, worker: str, now: float) -> bool:
+        """Whether a worker has not answered some time ago."""
+        return self._avoided.get(worker, -math.inf) > now
 
     async def wait_for(self, number: int, timeout_s: float) -> Any:
         """Return a sum once it is here.
@@ -440,12 +453,18 @@ class ReplicaEndpoint:
         Returns:
             The frame and what it holds; None if there was no answer that could be read.
         """
-        spec = self._spec
+        sums, loop, bound_s = (
+            self.sums,
+            self.connection.loop,
+            self._spec.timeouts.request,
+        )
         worker = self.routing.workers.get(message.origin)
-        bound_s = spec.timeouts.request
-        places = [] if worker is None else [(worker, message.origin, bound_s / 4)]
-        scheduler = (None, spec.replica, bound_s / 2)
-        for address, replica, longest_s in [*places, scheduler]:
+        places: list[tuple[str | None, int, float]] = []
+        if worker is not None and not sums.avoids(worker, loop.time()):
+            # Longer than it waits for the sum: in time, it says that it has none.
+            places.append((worker, message.origin, bound_s / 3))
+        places.append((None, self._spec.replica, bound_s / 2))
+        for address, replica, longest_s in places:
             asking = self.connection.ask(
                 address, FETCH_SUM, replica=replica, number=message.sequence
             )
@@ -456,6 +475,8 @@ class ReplicaEndpoint:
                 return frame, self._read_sum(frame)
             except (OSError, *UNREADABLE_SUM) as error:  # a TimeoutError is an OSError
                 logger.info("sum %s from %s: %s", message.sequence, address, error)
+                if address is not None and isinstance(error, OSError):
+                    sums.avoid(address, loop.time())
         return None
 
     def _read_sum(self, frame: Any) -> SumUpdate:

@@ -17,7 +17,7 @@ from daskdl.channel.protocol import (
     unwrap,
     wrap,
 )
-from daskdl.channel.worker import SUMS_KEPT, KeptSums
+from daskdl.channel.worker import AVOIDED_S, SUMS_KEPT, KeptSums
 from tests.sim.cluster import simulated
 from tests.sim.fit import Cluster, Setup
 from tests.support.channels import (
@@ -269,6 +269,53 @@ async def test_a_sum_that_a_worker_does_not_pass_on_comes_from_the_scheduler(
         assert len(relayed) == 2
         assert counts(run.channels[0].drain()) == [0, 1, 1]
         assert run.channels[0].stats().refused == 0
+
+
+@simulated(2)
+async def test_a_worker_that_does_not_answer_is_not_asked_for_sums_for_a_while(
+    c, s, a, b, monkeypatch
+):
+    async with merging_run(c, s, a, b, monkeypatch=monkeypatch) as run:
+        answering = a.handlers[FETCH]
+        monkeypatch.setitem(a.handlers, FETCH, silent)
+        asked = recorded(a.handlers, FETCH, monkeypatch)
+        for step in range(1, 7):  # every other sum is to be fetched from this worker
+            await publish_all(run, step)
+            await all_arrive(run, step)
+        in_vain = len(asked)
+        monkeypatch.setitem(a.handlers, FETCH, answering)
+        asked = recorded(a.handlers, FETCH, monkeypatch)
+
+        await asyncio.sleep(AVOIDED_S)  # virtual
+        for step in (7, 8):
+            await publish_all(run, step)
+            await all_arrive(run, step)
+
+        assert (in_vain, len(asked)) == (1, 1)
+
+
+@simulated(3)
+async def test_a_worker_that_waits_for_a_sum_itself_is_asked_for_the_next(
+    c, s, *workers, monkeypatch
+):
+    """In a chain of workers, only the earliest one does not answer."""
+    async with merging_run(c, s, *workers, monkeypatch=monkeypatch) as run:
+        total, places = Message.control(MessageKind.SUM, sequence=1), "abc"
+        sent = merging.along_tree(total, {"a": 0, "b": 1, "c": 2}, fan_out=1)
+        (place,) = (p for p in places if sent[p].kind == MessageKind.SUM)
+        earliest = places.index(place)
+        handlers = workers[earliest].handlers
+        answering = handlers[FETCH]
+        monkeypatch.setitem(handlers, FETCH, silent)
+        await publish_all(run)
+        await all_arrive(run)
+        monkeypatch.setitem(handlers, FETCH, answering)
+        asked = [recorded(w.handlers, FETCH, monkeypatch) for w in workers]
+
+        await publish_all(run, 2)
+        await all_arrive(run, 2)
+
+        assert sorted(map(len, asked)) == [0, 1, 1]
 
 
 def refusing_once(server, monkeypatch):

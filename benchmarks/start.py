@@ -8,7 +8,8 @@ Counted:  From the call of `fit` until each replica has made its first step. The
           before it has imported and compiled everything. Copy is the bytes of the
           parameters, divided by the rate; unlimited is the same call without limits.
           With `--calls evaluate`, until an evaluation in which every worker takes part
-          has returned.
+          has returned; with `predictor`, until a predictor has a replica on each worker
+          and has answered.
           With `--calls join`, so many workers come at once to a fit that trains on two
           others: from their start as workers of Dask, by processes that have imported
           everything, until each has made its first step. Each loads the model and a
@@ -177,7 +178,17 @@ async def come_and_go(scheduler: str, host: str, signs: Signs) -> None:
             await asyncio.to_thread(wait_until, lambda: not is_open(), math.inf)
 
 
-CALLS = {"fit": start_s, "evaluate": evaluate_s}
+def predictor_s(client: Client, width: int, workers: int) -> float:
+    """Seconds until a predictor with a replica on each worker has answered."""
+    torch.manual_seed(0)
+    served, x = model(width), torch.randn(1, FEATURES)
+    began = time.time()
+    with daskdl.Predictor(served, replicas=workers, client=client) as predictor:
+        predictor(x)
+        return time.time() - began
+
+
+CALLS = {"fit": start_s, "evaluate": evaluate_s, "predictor": predictor_s}
 JOIN = "join"
 
 

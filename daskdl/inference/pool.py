@@ -9,11 +9,19 @@ import contextlib
 import itertools
 import logging
 import math
+import secrets
 import traceback
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+)
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +32,10 @@ from distributed import Client, Worker
 from torch import Tensor, nn
 from typing_extensions import override
 
+from daskdl.channel.broadcast import parts_of, send
 from daskdl.channel.protocol import (
+    CLOSE,
+    NAME,
     Answer,
     Fields,
     GoneError,
@@ -33,6 +44,8 @@ from daskdl.channel.protocol import (
     unwrap,
     wrap,
 )
+from daskdl.channel.scheduler import ChannelSchedulerPlugin
+from daskdl.channel.worker import ChannelWorkerPlugin, set_up
 from daskdl.config import Bound, Timeouts
 from daskdl.data import batching
 from daskdl.data.batching import Transform, Tree
@@ -98,6 +111,20 @@ class ModelFailure(NamedTuple):
         return error
 
 
+class SentModel(NamedTuple):
+    """A model that workers have received together, until all replicas have staged it.
+
+    Attributes:
+        version: Version of the model.
+        run: Id of the copies, random.
+        secret: In each request about them.
+    """
+
+    version: int
+    run: int
+    secret: int
+
+
 class ModelReplica(ABC):
     """A model that answers batches in the order of their arrival.
 
@@ -113,8 +140,13 @@ class ModelReplica(ABC):
         """Start the replica, without a model."""
 
     @abstractmethod
-    async def stage(self, version: int, model: PackedModel) -> ModelFailure | None:
-        """Unpack a model, while the current model stays in use."""
+    async def stage(
+        self, version: int, model: PackedModel, sent: SentModel | None = None
+    ) -> ModelFailure | None:
+        """Unpack a model, while the current model stays in use.
+
+        `sent`: its place may have received the model.
+        """
 
     @abstractmethod
     async def use(self, version: int) -> None:
@@ -150,6 +182,13 @@ class Host(ABC):
     @abstractmethod
     def replica(self, place: str, sharing: int) -> ModelReplica:
         """Return an unopened replica, one of at most `sharing` at the same place."""
+
+    @contextlib.asynccontextmanager
+    async def sent(
+        self, version: int, model: PackedModel, places: Collection[str]
+    ) -> AsyncIterator[SentModel | None]:
+        """Send a model to places before their replicas stage it, if that is faster."""
+        yield None
 
 
 async def within(awaitable: Awaitable[T], bound: Bound, what: str) -> T:
@@ -195,7 +234,9 @@ class ModelThread(ModelReplica):
     # ---- event loop
 
     @override
-    async def stage(self, version: int, model: PackedModel) -> ModelFailure | None:
+    async def stage(
+        self, version: int, model: PackedModel, sent: SentModel | None = None
+    ) -> ModelFailure | None:
         unpacked = await self._run(lambda: self._unpacked(model))
         if isinstance(unpacked, ModelFailure):
             return unpacked
@@ -310,9 +351,9 @@ class ReplicaServer:
         self, call: str, version: Natural, payload: Any, wait: bool
     ) -> Fields:
         """Answer a request of the client; `Guard` refuses malformed requests."""
-        if self._model.closed and call in ("ask", "stage"):
+        if self._model.closed and call in ("ask", "stage", "stage sent"):
             raise GoneError("the replica is closed")
-        result: Outputs | ModelFailure | None = None
+        result: Outputs | ModelFailure | str | None = None
         self._pending += 1
         try:
             match call:
@@ -321,6 +362,11 @@ class ReplicaServer:
                 case "stage":
                     packed = PackedModel.of(np.asarray(unwrap(payload)), "model")
                     result = await self._model.stage(version, packed)
+                case "stage sent":
+                    received = await self._received(payload)
+                    result = NOT_RECEIVED
+                    if received is not None:
+                        result = await self._model.stage(version, received)
                 case "use":
                     await self._model.use(version)
                 case "close":
@@ -334,6 +380,19 @@ class ReplicaServer:
             self._pending -= 1
         self._heard_at = self._loop.time()
         return {"result": None if result is None else wrap(result)}
+
+    async def _received(self, key: tuple[int, int]) -> PackedModel | None:
+        """Return the model that this worker has received with others; None: it has not.
+
+        `key`: its run and secret.
+        """
+        plugin: ChannelWorkerPlugin = self._worker.extensions[NAME]
+        run, secret = key
+        copy = plugin.copies.held.get((run, secret))
+        if copy is None or not copy.complete:
+            return None
+        packed = await asyncio.to_thread(copy.values, _packed_model)
+        return packed["model"]
 
     async def close(self) -> None:
         """Stop; Dask calls this when the worker closes."""
@@ -358,6 +417,10 @@ class ReplicaServer:
         self._closing = self._loop.create_task(self.close())
 
 
+def _packed_model(_: str, payload: np.ndarray) -> PackedModel:
+    return PackedModel.of(payload, "model")
+
+
 async def start_server(
     name: str,
     sharing: int,
@@ -368,6 +431,12 @@ async def start_server(
 ) -> None:
     """Create a `ReplicaServer`; Dask's `run` calls this on a worker."""
     ReplicaServer(dask_worker, name, sharing, transform, device, silence_s)
+
+
+async def prepare_to_receive(dask_worker: Worker) -> None:
+    """Let a worker receive models with others; Dask's `run` calls this on a worker."""
+    if NAME not in dask_worker.extensions:
+        set_up(dask_worker)
 
 
 class RemoteReplica(ModelReplica):
@@ -403,9 +472,16 @@ class RemoteReplica(ModelReplica):
         )
 
     @override
-    async def stage(self, version: int, model: PackedModel) -> ModelFailure | None:
-        payload = wrap(model.payload)
+    async def stage(
+        self, version: int, model: PackedModel, sent: SentModel | None = None
+    ) -> ModelFailure | None:
         failure: ModelFailure | None
+        if sent is not None and sent.version == version:
+            key = [sent.run, sent.secret]
+            failure = await self._request("stage sent", version=version, payload=key)
+            if failure != NOT_RECEIVED:
+                return failure
+        payload = wrap(model.payload)
         failure = await self._request("stage", version=version, payload=payload)
         return failure
 
@@ -448,17 +524,24 @@ class RemoteReplica(ModelReplica):
         return unwrap(answer["result"])
 
 
+NOT_RECEIVED = "not received"  # answer of a worker without a model that was sent
+# Fewer bytes in all are sent to each replica: that takes one request.
+TOGETHER_BYTES = 2**20
+
 CLIENT_CLOSED = "the client is closed, so no worker can be reached"
 
 
 @dataclass(frozen=True)
 class ClusterHost(Host):
-    """The workers of a cluster; replicas close after `silence_s` without a ping."""
+    """The workers of a cluster.
+
+    Replicas close after the timeout ``silence`` without a ping.
+    """
 
     client: Client
     transform: Packed[Transform] | None
     device: str
-    silence_s: float
+    timeouts: Timeouts
 
     @override
     async def places(self) -> list[str]:
@@ -469,14 +552,65 @@ class ClusterHost(Host):
     @override
     def replica(self, place: str, sharing: int) -> ModelReplica:
         return RemoteReplica(
-            self.client, place, sharing, self.transform, self.device, self.silence_s
+            self.client,
+            place,
+            sharing,
+            self.transform,
+            self.device,
+            self.timeouts.silence,
         )
+
+    @override
+    @contextlib.asynccontextmanager
+    async def sent(
+        self, version: int, model: PackedModel, places: Collection[str]
+    ) -> AsyncIterator[SentModel | None]:
+        workers = sorted(set(places))
+        if len(workers) < 2 or len(workers) * model.payload.nbytes < TOGETHER_BYTES:
+            yield None
+            return
+        sent = SentModel(version, secrets.randbits(63), secrets.randbits(63))
+        identity = {"run": sent.run, "secret": sent.secret}
+
+        def ask(operation: str, **fields: Any) -> Awaitable[Any]:
+            asking = getattr(self.client.scheduler, operation)
+            answer: Awaitable[Any] = asking(**identity, **fields)
+            return answer
+
+        blob = parts_of({"model": model.payload})
+        offer = {"client": self.client.id, "timeout_s": self.timeouts.request}
+        unsent = list(range(blob.parts))
+        try:
+            async with asyncio.timeout(self.timeouts.request):
+                await self.client.register_plugin(ChannelSchedulerPlugin())
+                await self.client.run(
+                    prepare_to_receive, workers=workers, on_error="return"
+                )
+            async with asyncio.timeout(self.timeouts.data):
+                failures = await send(ask, blob, unsent, workers, **offer)
+            for worker, why in failures.items():
+                logger.info("the model was not sent to %s: %s", worker, why)
+        except (OSError, ChannelError) as error:  # a TimeoutError is an OSError
+            logger.info("the model was not sent to all workers: %s", error)
+        try:
+            yield sent
+        finally:
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(self.timeouts.stop):
+                    await ask(CLOSE)
 
 
 # ---- the pool
 
 
 LOOK_S = 0.5  # between calls of `look`, each of which is a request to the scheduler
+
+
+async def _all(awaitables: Iterable[Awaitable[None]]) -> None:
+    """Wait for all, then raise the earliest error in their order."""
+    for error in await asyncio.gather(*awaitables, return_exceptions=True):
+        if error is not None:
+            raise error
 
 
 class ReplicaPool:
@@ -525,10 +659,7 @@ class ReplicaPool:
             )
         self._sharing = math.ceil(self._wanted / len(places))
         chosen = itertools.islice(itertools.cycle(places), self._wanted)
-        starts = [self._start(place) for place in chosen]
-        for error in await asyncio.gather(*starts, return_exceptions=True):
-            if error is not None:
-                raise error
+        await self._start(*chosen)
         self._pinged_at = asyncio.get_running_loop().time()
         self._watching = asyncio.create_task(self._watch())
         self._watching.add_done_callback(self._watched)
@@ -569,9 +700,12 @@ class ReplicaPool:
         """
         async with self._swapping:
             version = self._version + 1
-            refusals = await self._for_each(
-                self.ready, lambda replica: self._stage(replica, version, model)
-            )
+            places = {replica.place for replica in self.ready}
+            async with self._host.sent(version, model, places) as sent:
+                refusals = await self._for_each(
+                    self.ready,
+                    lambda replica: self._stage(replica, version, model, sent),
+                )
             if refusals:
                 await self._for_each(self.ready, self._use)  # releases the staged model
                 raise next(iter(refusals.values()))
@@ -603,20 +737,26 @@ class ReplicaPool:
                 raise error
         return refusals
 
-    async def _update(self, replica: ModelReplica) -> None:
+    async def _update(
+        self, replica: ModelReplica, sent: SentModel | None = None
+    ) -> None:
         """Make a replica use the current model."""
         while replica.version != self._version:  # a swap may happen meanwhile
             if replica.staged != self._version:
-                await self._stage(replica, self._version, self._model)
+                await self._stage(replica, self._version, self._model, sent)
             else:
                 await self._use(replica)
 
     async def _stage(
-        self, replica: ModelReplica, version: int, model: PackedModel
+        self,
+        replica: ModelReplica,
+        version: int,
+        model: PackedModel,
+        sent: SentModel | None,
     ) -> None:
         what = f"the model ({model.payload.nbytes} bytes) did not reach {replica.place}"
         bound = self._timeouts.bound("data")
-        failure = await within(replica.stage(version, model), bound, what)
+        failure = await within(replica.stage(version, model, sent), bound, what)
         if failure is not None:
             raise failure.error(f"the model cannot be used on {replica.place}")
         replica.staged = version
@@ -629,17 +769,24 @@ class ReplicaPool:
 
     # ---- membership
 
-    async def _start(self, place: str) -> None:
-        replica = self._host.replica(place, self._sharing)
-        bound, what = self._timeouts.bound("join"), f"no replica started on {place}"
+    async def _start(self, *places: str) -> None:
+        """Start a replica in each place, all or none."""
+        replicas = [self._host.replica(place, self._sharing) for place in places]
         try:
-            await within(replica.open(), bound, what)
-            await self._update(replica)
-            self.ready.append(replica)
+            await _all(map(self._open, replicas))
+            version, model = self._version, self._model
+            async with self._host.sent(version, model, places) as sent:
+                await _all(self._update(replica, sent) for replica in replicas)
+            self.ready += replicas
         finally:
-            if replica not in self.ready:
-                self._in_background(self._close(replica))
+            for replica in replicas:
+                if replica not in self.ready:
+                    self._in_background(self._close(replica))
         self.on_ready()
+
+    async def _open(self, replica: ModelReplica) -> None:
+        bound, place = self._timeouts.bound("join"), replica.place
+        await within(replica.open(), bound, f"no replica started on {place}")
 
     def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)

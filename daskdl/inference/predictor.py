@@ -581,8 +581,7 @@ class Predictor:
             else:
                 check_installed(cluster)
                 self._loop = cluster.loop.asyncio_loop
-                silence_s = self._timeouts.silence
-                host = ClusterHost(cluster, packed_transform, device, silence_s)
+                host = ClusterHost(cluster, packed_transform, device, self._timeouts)
             self._here = cluster is False
             self._pool = ReplicaPool(host, packed, replicas, self._timeouts)
             self._dispatcher = Dispatcher(self._pool, self._queue, self._timeouts)

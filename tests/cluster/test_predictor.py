@@ -8,9 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from distributed.utils_test import poll_for
 from torch import nn
 
 from daskdl import ModelError, Predictor
+from daskdl.channel.protocol import NAME, PUT, nbytes_of
+from daskdl.channel.scheduler import ChannelSchedulerPlugin
+from daskdl.errors import ChannelError
+from daskdl.inference import pool
+from tests.support.channels import recorded
 from tests.support.clusters import Tracked, still_left_behind
 
 X = np.random.default_rng(0).normal(size=(128, 4)).astype(np.float32)
@@ -122,6 +128,63 @@ def test_a_client_with_direct_to_workers_is_answered_too(client):
     finally:
         client.direct_to_workers = before
     assert nothing_left(client) == {}
+
+
+MEGABYTES = 4
+
+
+def large(value):
+    model = Constant(value)
+    model.register_buffer("weight", torch.randn(MEGABYTES * 2**18))
+    return model
+
+
+@pytest.fixture
+def sent_bytes(client, monkeypatch):
+    """A function that returns the bytes that a client has sent since the last call."""
+    handlers = client.cluster.scheduler.handlers
+    client.register_plugin(ChannelSchedulerPlugin())
+    requests = [recorded(handlers, name, monkeypatch) for name in ("proxy", PUT)]
+
+    def since():
+        total = sum(map(nbytes_of, requests))
+        for each in requests:
+            each.clear()
+        return total
+
+    return since
+
+
+def test_the_client_sends_a_model_once(client, sent_bytes):
+    with Predictor(large(1), replicas=4, client=client) as predictor:
+        at_start = sent_bytes()
+        check(X[:5], predictor(X[:5]), [1])
+        predictor.swap(large(2))
+        at_swap = sent_bytes()
+        check(X[:5], predictor(X[:5]), [2])
+
+    for sent in (at_start, at_swap):
+        assert MEGABYTES * 2**20 < sent < 1.1 * MEGABYTES * 2**20
+    assert nothing_left(client) == {}
+    poll_for(lambda: not any(client.run(models_received).values()), WITHIN_S)
+    assert not client.cluster.scheduler.extensions[NAME].copies.held
+
+
+def models_received(dask_worker):
+    return len(dask_worker.extensions[NAME].copies.held)
+
+
+def test_a_worker_that_has_not_received_a_model_gets_it_from_the_client(
+    client, sent_bytes, monkeypatch
+):
+    async def fail(*args, **offer):
+        raise ChannelError("not now")
+
+    monkeypatch.setattr(pool, "send", fail)
+    with Predictor(large(3), client=client) as predictor:
+        check(X[:5], predictor(X[:5]), [3])
+
+    assert sent_bytes() > 2 * MEGABYTES * 2**20
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ class FakeReplica(ModelReplica):
         await self.does("open")
 
     @override
-    async def stage(self, version, model):
+    async def stage(self, version, model, sent=None):
         return await self.does("stage", version)
 
     @override

@@ -182,8 +182,10 @@ class Scenario:
         if chance.random() < MERGED:
             merge_s, inline_bytes = chance.choice(MERGE_S), chance.choice([0, 2**20])
             inbox_bytes = max(scenario.setup.inbox_bytes, MERGED_INBOX_BYTES)
+            in_step = scenario.setup.master.synchronous
             scenario.setup = replace(
                 scenario.setup,
+                routing=scenario.setup.routing if in_step else "plain",
                 merge_s=merge_s,
                 forgets=chance.choice([0.0, 0.0, 0.1]),
                 inline_bytes=inline_bytes,
@@ -556,7 +558,8 @@ def damaged(drawn, chance):
     return replace(drawn, faults=sorted([*drawn.faults, *faults]))
 
 
-MERGED = 0.5  # share of the seeds in which a relay merges updates
+# Share of the seeds in which a relay merges updates, unless replicas are in lockstep.
+MERGED = 0.5
 # The longest is longer than any replica may wait for another one.
 MERGE_S = 0.02, 0.3, 60.0
 MERGED_BYTES = 1500  # room for some updates: others wait in a sum

@@ -54,6 +54,7 @@ SECTIONS = {
     "Quality of models, longer runs": "convergence-longer",
     "Quality of models, earlier defaults": "convergence",
     "Quality by option": "convergence-options",
+    "Density": "density",
     "Quality of parameter averaging": "averaging",
     "Published rules": "published-rules",
     "Data": "data",

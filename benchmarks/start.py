@@ -13,8 +13,9 @@ Counted:  From the call of `fit` until each replica has made its first step. The
           With `--calls join`, so many workers come at once to a fit that trains on two
           others: from their start as workers of Dask, by processes that have imported
           everything, until each has made its first step. Each loads the model and a
-          snapshot, and the others send updates meanwhile. Sent: megabytes that the
-          busiest worker, and the scheduler, have sent in this time, headers included.
+          snapshot, and the others send updates meanwhile, which are merged. Sent:
+          megabytes that the busiest worker, and the scheduler, have sent in this time,
+          headers included.
 Needs:    Linux and root.
 Run:      python -m benchmarks start
           python -m benchmarks start --calls join --workers 1 4 16
@@ -158,7 +159,12 @@ def gather(client: Client, width: int, workers: int, signs: Signs) -> None:
     rows = 2**10
     data = torch.randn(rows, FEATURES), torch.arange(rows) % CLASSES
     callbacks = [Gather(signs, TRAINING + workers)]
-    fitted = trainer(client, functools.partial(model, width), callbacks=callbacks)
+    fitted = trainer(
+        client,
+        functools.partial(model, width),
+        callbacks=callbacks,
+        master=daskdl.GradientSharing(routing="merged"),
+    )
     fitted.fit(*data, batch_size=1, epochs=100)
 
 

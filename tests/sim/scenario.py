@@ -178,6 +178,8 @@ class Scenario:
         )
         chance = random.Random(f"narrow {seed}")
         scenario = narrow(scenario, chance) if chance.random() < NARROWED else scenario
+        chance = random.Random(f"flock {seed}")
+        scenario = flocked(scenario, chance) if chance.random() < FLOCKED else scenario
         chance = random.Random(f"merged {seed}")
         if chance.random() < MERGED:
             merge_s, inline_bytes = chance.choice(MERGE_S), chance.choice([0, 2**20])
@@ -610,6 +612,54 @@ def narrow(drawn, chance):
         for _ in range(chance.choice([1, 1, 2]))
     ]
     return replace(drawn, setup=setup, faults=sorted([*drawn.faults, *faults]))
+
+
+FLOCKED = 0.03  # share of the seeds in which many workers join at once
+AFTER_JOIN = "kill", "kill_machine", "freeze", "retire", "break_connections"
+
+
+def flocked(drawn, chance):
+    """A scenario in which workers join that wait for each other's snapshots.
+
+    Some of them are lost as they join, or while they are the donors of others. No link
+    is narrow: it could not carry the updates of so many.
+    """
+    drawn = replace(drawn, faults=[f for f in drawn.faults if f.kind != NARROW])
+    count = chance.choice([6, 12, 20])
+    setup = replace(
+        drawn.setup,
+        epochs=3,
+        stops=(),
+        part_bytes=chance.choice([200, 500]),
+        batch_bytes=2**22,  # else queues to so many grow for longer than a wait may be
+    )
+    at_s = chance.uniform(0.2, 0.5 * expected_s(setup))
+    joins = [
+        Fault(
+            START,
+            0,
+            at_s + chance.uniform(0.0, 0.1),
+            "join",
+            chance.randrange(2**32),
+            0.0,
+            False,
+        )
+        for _ in range(count)
+    ]
+    losses = [
+        Fault(
+            chance.choice(["join", "activate"]),
+            chance.randint(1, count),
+            chance.uniform(0.0, 10 * drawn.latency_s),
+            kind,
+            chance.randrange(2**32),
+            lasts(chance, kind),
+            True,
+        )
+        for kind in chance.choices(AFTER_JOIN, k=chance.choice([0, 1, 2, 4]))
+    ]
+    faults = sorted([*drawn.faults, *joins, *losses])
+    return replace(drawn, setup=setup, faults=faults)
 
 
 class Fate:

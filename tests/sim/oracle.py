@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from daskdl import GradientSharing, ParameterAveraging, codec
 from daskdl.channel.base import Stopped
-from daskdl.channel.inbox import NOTHING, contains
+from daskdl.channel.inbox import NOTHING, contains, missing
 from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.channel.remote import RemoteChannel
 from daskdl.training.gradient_sharing import GradientSharingExchange
@@ -167,9 +167,24 @@ class Oracle:
         )
 
     def lacks(self, replica, have, relayed):
-        """Replicas that compare their updates have different ones."""
+        """Replicas that compare their updates have different ones.
+
+        A relay sends all that it has accepted. A snapshot may have more of its donor,
+        which was lost before the relay accepted it.
+        """
+        lacking = [
+            (origin, sequence)
+            for mine, theirs in itertools.permutations(have.values(), 2)
+            for origin, sequences in missing(mine, theirs).items()
+            for sequence in sequences
+        ]
         self.check(
-            self.damaged or not relayed,
+            self.damaged
+            or not relayed
+            or not any(
+                sequence in self._sent_to[origin] or self._members().is_here(origin)
+                for origin, sequence in lacking
+            ),
             f"replica {replica} compares {have}, although a relay has sent it all",
         )
 

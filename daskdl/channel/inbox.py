@@ -37,6 +37,7 @@ NOTHING: Received = (0, ())
 Name = tuple[int, int]  # of an update: its origin and its sequence number
 MAX_AHEAD = 2**20  # updates beyond the first gap; no origin is so far ahead
 MAX_REQUESTED = 1000  # updates of one origin in a request
+THAW_S = 1.0  # for the threads of a process that was suspended
 
 
 def contains(received: Received, sequence: int) -> bool:
@@ -727,13 +728,22 @@ class Inbox:
         *,
         even_if_stopped: bool = False,
     ) -> bool:
-        """Block until ready or stopped; return False on timeout."""
+        """Block until ready or stopped; return False on timeout.
+
+        If this process did not run for a while, as a suspended machine does not, what
+        arrived meanwhile has `THAW_S` more seconds to become effective.
+        """
 
         def ended() -> bool:
             return (self.stopped is not None and not even_if_stopped) or ready()
 
         with self.changed:
-            return self.changed.wait_for(ended, timeout_s)
+            began = self.clock.now()
+            if self.changed.wait_for(ended, timeout_s):
+                return True
+            assert timeout_s is not None
+            was_suspended = self.clock.now() - began > timeout_s + THAW_S
+            return was_suspended and self.changed.wait_for(ended, THAW_S)
 
 
 class SharedFrame:

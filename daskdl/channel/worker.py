@@ -306,7 +306,7 @@ class ReplicaEndpoint:
             spec.size,
             spec.grid,
             spec.inbox_bytes,
-            in_order=routing.relayed,
+            in_order=routing.relayed and spec.routing != "merged",
             in_step=spec.in_step,
             clock=transport.clock,
             replica=spec.replica,

@@ -21,6 +21,7 @@ from daskdl.channel.inbox import (
 )
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import MessageKind, PeerProgress
+from daskdl.channel.transport import Clock
 from tests.support.run_states import (
     GRID,
     SIZE,
@@ -241,6 +242,17 @@ def begun_wait(inbox, ready):
     thread.start()
     assert waiting.wait(PATIENCE_S)
     return thread, came
+
+
+@pytest.mark.parametrize(
+    ("ended_at", "expected"), [(0.5, False), (500.0, True)], ids=["late", "suspended"]
+)
+def test_what_arrives_while_a_machine_is_suspended_comes_in_time(ended_at, expected):
+    clock, looks = Clock(), iter([False, False, True])
+    clock.now = iter([0.0, ended_at]).__next__
+    inbox = filled(clock=clock)
+
+    assert inbox.wait_for(looks.__next__, 0.01) is expected
 
 
 @pytest.mark.parametrize(

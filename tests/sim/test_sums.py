@@ -96,6 +96,21 @@ async def test_a_replica_subtracts_its_own_update_from_a_sum(c, s, *workers):
         assert run.received(2, 0) == run.received(2, 1) == (1, ())
 
 
+@simulated(2)
+async def test_a_sum_completes_no_step_of_which_an_earlier_update_is_missing(
+    c, s, a, b
+):
+    async with a_run(c, s, a, b, merge_s=1000.0) as run:
+        earlier, later = stamps(run, (0, 1), (0, 2))
+
+        await run.deliver(1, sum_of(frame_of(later, 1)))
+        before = await in_thread(run.channels[1].wait_for_peers, 1, 0, None)
+        await run.deliver(1, item_of(earlier, frame_of(earlier, 2)))
+        after = await in_thread(run.channels[1].wait_for_peers, 1, 0, None)
+
+        assert [before, after] == [1, 0]
+
+
 @simulated(3)
 async def test_a_sum_of_known_updates_changes_nothing(c, s, *workers):
     async with a_run(c, s, *workers) as run:

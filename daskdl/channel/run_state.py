@@ -692,17 +692,19 @@ class RunState:
         """Whether all queues have room for an update of an origin.
 
         A replica has to keep its updates until they have come back to it in sums, so
-        there is room for few of them. What waits needs the room of one sum in a queue.
+        there is room for few of them. What waits needs the room of one sum in a queue,
+        but in that of a joining replica the room of all updates.
         """
         if self._coming_back(origin) >= RECENT // 2:
             return False
         most = self.spec.queue_bytes
         if self.waiting and self._unmerged_bytes + nbytes > most:
             return False
-        if self.waiting:
-            nbytes = min(_nbytes(self.waiting) + nbytes, most // 2)
+        singly = _nbytes(self.waiting) + nbytes
+        together = min(singly, most // 2) if self.waiting else nbytes
+        replicas = self.members.replicas
         return all(
-            box.has_room(nbytes)
+            box.has_room(together if replicas[replica].active else singly)
             for replica, box in self.outboxes.items()
             if replica != origin or self.spec.merges  # a sum goes to all
         )

@@ -513,6 +513,27 @@ def test_nothing_is_merged_before_it_is_due_while_a_replica_joins():
     assert kinds == ["update", "update"]
 
 
+def test_what_waits_takes_the_room_of_all_updates_in_the_queue_of_a_joining_replica():
+    state = merging(3, relay_bytes=8 * EACH_FRAMED)
+    newcomer = state.members.assign("tcp://new")
+    state.join(newcomer, 100.0, Outbox(state.spec.queue_bytes))
+    state.send_waiting()
+    state.outboxes[newcomer].drop(len(state.outboxes[newcomer]))  # memberships
+    for sequence in range(1, 5):
+        publish(state, 0, sequence)
+    state.send_waiting()
+    for replica in range(3):
+        state.outboxes[replica].drop(len(state.outboxes[replica]))
+    messages = [framed_update(1, sequence, 1) for sequence in range(1, 6)]
+
+    accepted = state.publish(1, messages, PeerProgress(1))
+
+    assert accepted == 4
+    state.send_waiting()
+    box = state.outboxes[newcomer]
+    assert box.nbytes <= box.limit_bytes
+
+
 def test_updates_in_a_sum_that_waits_take_the_room_of_their_origin():
     """It keeps the latest of its own, to subtract them from sums."""
     state = merging(2, relay_bytes=4 * EACH_FRAMED)

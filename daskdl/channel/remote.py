@@ -262,6 +262,8 @@ class RemoteChannel(Channel):
     @override
     def join(self) -> JoinResult:
         answer = self._ask_to_join()
+        while answer.get("queued"):
+            answer = self._ask_to_join()
         self._endpoint.enter(answer["topology"])
         with self._inbox.changed:  # their updates may still arrive
             for replica in answer["gone"]:

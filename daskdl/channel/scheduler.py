@@ -417,7 +417,8 @@ class LiveRun:
         the updates that the snapshot must contain; all later updates are sent to the
         replica. No worker: no snapshot can be made now, so it has to ask again. No
         donor: all of them serve others, or, if nobody trains, none is left. Only the
-        first answer has the members.
+        first such answer has the members. A replica is no member, and is sent nothing,
+        while it is queued: it has to ask again until a donor is free.
         """
         state, members = self.state, self.state.members
         if version != VERSION:
@@ -430,7 +431,22 @@ class LiveRun:
             await self.until(lambda: members.started)
         if not members.is_here(replica):
             raise ValueError(f"no replica {replica} in this run")
+        member = members.replicas[replica]
+
+        def has_donor() -> bool:
+            is_served = members.donor_of(replica) is not None
+            return is_served or member.gone or not members.training
+
         asks_again = replica in state.outboxes
+        if not (initial or asks_again):
+            # What it would be sent until a donor is free, it would only buffer.
+            with contextlib.suppress(TimeoutError):
+                await self.until(has_donor, QUEUED_S)
+            if not members.is_here(replica):
+                raise GoneError(f"replica {replica} is no longer a member of this run")
+            member.donor = members.donor_of(replica)
+            if member.donor is None and members.training:
+                return {"queued": True}
         if not asks_again:
             self._add_member(replica)
         if initial:
@@ -442,7 +458,7 @@ class LiveRun:
                 "gone": sorted(members.gone),
                 "topology": state.topology(),
             }
-        generation, member = members.generation, members.replicas[replica]
+        generation = members.generation
         member.heartbeat_at = math.inf  # no heartbeat while it waits here
 
         def ready() -> bool:
@@ -450,11 +466,8 @@ class LiveRun:
             # report.
             return member.gone or (state.can_cut(generation) and not state.holding)
 
-        def has_donor() -> bool:
-            is_served = members.donor_of(replica) is not None
-            return is_served or member.gone or not members.training
-
-        member.donor = None
+        if asks_again:
+            member.donor = None
         with contextlib.suppress(TimeoutError):  # it asks again
             await self.until(ready, state.timeouts.request)
             await self.until(has_donor, QUEUED_S)

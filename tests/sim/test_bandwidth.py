@@ -273,6 +273,9 @@ async def test_a_replica_that_has_joined_is_the_donor_of_those_that_wait(
             joining[replica] = begin(newcomer.join)
         await wait_until(lambda: len(run.link(0).snapshot_requests) == MAX_READERS)
         (queued,) = [r for r in joining if members.replicas[r].donor is None]
+        assert publish(donor, 1)
+        await run.has_left(0)
+        assert queued not in run.record.outboxes  # it is sent nothing that it buffers
         donor.check()
         first = next(r for r in joining if r != queued)
         await joining[first]

@@ -431,6 +431,22 @@ class LiveRun:
             await self.until(lambda: members.started)
         if not members.is_here(replica):
             raise ValueError(f"no replica {replica} in this run")
+        if not initial:
+            return await self._join_later(replica)
+        if replica not in state.outboxes:  # else the request is a retry
+            self._add_member(replica)
+        self.notify()
+        await self.until(lambda: members.started)
+        present = [[r, *AT_FIRST] for r in members.training]
+        return {
+            "members": present,
+            "gone": sorted(members.gone),
+            "topology": state.topology(),
+        }
+
+    async def _join_later(self, replica: int) -> Fields:
+        """Let a replica join that is not one of the initial ones; see `handle_join`."""
+        state, members = self.state, self.state.members
         member = members.replicas[replica]
 
         def has_donor() -> bool:
@@ -438,7 +454,7 @@ class LiveRun:
             return is_served or member.gone or not members.training
 
         asks_again = replica in state.outboxes
-        if not (initial or asks_again):
+        if not asks_again:
             # What it would be sent until a donor is free, it would only buffer.
             with contextlib.suppress(TimeoutError):
                 await self.until(has_donor, QUEUED_S)
@@ -447,17 +463,7 @@ class LiveRun:
             member.donor = members.donor_of(replica)
             if member.donor is None and members.training:
                 return {"queued": True}
-        if not asks_again:
             self._add_member(replica)
-        if initial:
-            self.notify()
-            await self.until(lambda: members.started)
-            present = [[r, *AT_FIRST] for r in members.training]
-            return {
-                "members": present,
-                "gone": sorted(members.gone),
-                "topology": state.topology(),
-            }
         generation = members.generation
         member.heartbeat_at = math.inf  # no heartbeat while it waits here
 

@@ -142,6 +142,8 @@ class Oracle:
 
     def began(self, replica, received):
         """A replica starts from a snapshot, or from the start."""
+        if not self._members().is_here(replica):
+            return  # it was lost, and does not know it yet
         for origin in self._members().training if received else ():
             for sequence, replicas in self._sent_to[origin].items():
                 self.checks["a joining replica gets all"] += 1

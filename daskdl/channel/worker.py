@@ -453,11 +453,8 @@ class ReplicaEndpoint:
         Returns:
             The frame and what it holds; None if there was no answer that could be read.
         """
-        sums, loop, bound_s = (
-            self.sums,
-            self.connection.loop,
-            self._spec.timeouts.request,
-        )
+        sums, loop = self.sums, self.connection.loop
+        bound_s = self._spec.timeouts.request
         worker = self.routing.workers.get(message.origin)
         places: list[tuple[str | None, int, float]] = []
         if worker is not None and not sums.avoids(worker, loop.time()):

@@ -388,7 +388,7 @@ class SumEncoder:
             raise CodecError(
                 f"a sum must fit int32, got up to {largest} units of {unit}"
             )
-        if factor > 1:
+        if factor > 1 and self._largest:  # else all values are 0
             self._values_N *= np.int32(factor)
         if isinstance(update, SumUpdate):
             update.add_(self._values_N, steps)
@@ -400,7 +400,11 @@ class SumEncoder:
         self._summands |= named
 
     def encode(self) -> Bytes:
-        """Write the sum as a frame, uint8, one-dimensional, a new array."""
+        """Write the sum of one or more updates as a frame.
+
+        Returns:
+            The frame, uint8, one-dimensional, a new array.
+        """
         summands = sorted(self._summands.values())
         names = b"".join(SUMMAND.pack(*summand) for summand in summands)
         blocks = _packed_blocks(self._values_N)

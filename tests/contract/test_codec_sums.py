@@ -230,3 +230,18 @@ def test_an_update_that_cannot_be_added_changes_nothing():
     assert total.threshold == 2.0**-24
     assert total.summands == (Summand(1, 1, 8),)
     assert moves_of_sum(encoder.encode(), 3).tolist() == [2.0**-24, 0, 0]
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["zeros", "others"])
+def test_updates_that_cancel_out_can_be_added_to_any(first):
+    def update(origin, threshold, entry):
+        stamp, entries = Stamp(RUN, origin, 1, 1), np.array([entry], np.int32)
+        return SparseUpdate(stamp, Kind.RAW32, 3, threshold, entries)
+
+    zeros = decode_sum(encode_sum(RUN, [update(1, 1.0, 1), update(2, 1.0, -1)]))
+    parts = [zeros, update(3, 2.0**-40, 2)]
+
+    frame = encode_sum(RUN, [parts[first], parts[1 - first]])
+
+    assert len(decode_sum(frame).summands) == 3
+    assert moves_of_sum(frame, 3).tolist() == [0, 2.0**-40, 0]

@@ -145,7 +145,10 @@ class ModelReplica(ABC):
     ) -> ModelFailure | None:
         """Unpack a model, while the current model stays in use.
 
-        `sent`: its place may have received the model.
+        Args:
+            version: Version of the model.
+            model: The model, sent if the place has not received it.
+            sent: A model that the place may have received, used if it has `version`.
         """
 
     @abstractmethod
@@ -187,7 +190,10 @@ class Host(ABC):
     async def sent(
         self, version: int, model: PackedModel, places: Collection[str]
     ) -> AsyncIterator[SentModel | None]:
-        """Send a model to places before their replicas stage it, if that is faster."""
+        """Send a model to all places at once, before their replicas stage it.
+
+        It stays there until the context ends. None: each replica gets it by itself.
+        """
         yield None
 
 
@@ -386,7 +392,9 @@ class ReplicaServer:
 
         `key`: its run and secret.
         """
-        plugin: ChannelWorkerPlugin = self._worker.extensions[NAME]
+        plugin: ChannelWorkerPlugin | None = self._worker.extensions.get(NAME)
+        if plugin is None:  # it was not prepared in time
+            return None
         run, secret = key
         copy = plugin.copies.held.get((run, secret))
         if copy is None or not copy.complete:

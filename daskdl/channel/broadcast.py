@@ -5,8 +5,8 @@ before they have arrived there, so that all links are busy at once: even parts f
 binary tree of the workers, odd parts the same tree in reverse order. A worker with
 successors in one tree has none in the other, so no worker sends more than one copy, and
 neither does the scheduler. A part passes at most log2(workers) + 2 links. Workers that
-come later load the value from one that has it, or that loads it itself: those that come
-together are a tree, too.
+come later load the value from one that has it, or that is still loading it: workers
+that come together form a tree, too.
 """
 
 import asyncio
@@ -365,8 +365,8 @@ class Broadcast:
         client: Id of the client that sends it.
         timeout_s: Longest wait of a worker for one answer.
         holders: Workers that have it all.
-        readers: Number of workers that load it from each worker which has it, or which
-            came later and loads it itself.
+        readers: By worker, number of those that load it from this worker; for holders,
+            and for workers that came later and are still loading it.
         sending: The request to each worker to load it.
     """
 
@@ -382,9 +382,10 @@ class Broadcast:
     def source(self) -> str:
         """The worker from which the next one loads it.
 
-        That is the one with fewest readers of those that have it all, if it serves less
-        than `MAX_READERS` others. Else it is the first such worker that loads it
-        itself: each new one has room for others, and the tree stays as flat as it can.
+        Of the holders that serve fewer than `MAX_READERS` others, it is the one with
+        fewest readers. If there is none, it is the earliest worker still loading that
+        serves fewer than `MAX_READERS`: the tree stays as flat as possible. There is
+        always one, because each worker takes one such place and adds `MAX_READERS`.
         """
         free = [w for w, readers in self.readers.items() if readers < MAX_READERS]
 
@@ -493,7 +494,7 @@ class SchedulerCopies(Copies):
     async def _load_from_another(
         self, worker: str, key: Key, broadcast: Broadcast
     ) -> str:
-        """Let a worker load a value from another; if that is lost, from holders."""
+        """Let a worker load a value from another, or from holders if that is lost."""
         if not broadcast.holders:
             return "no worker has the model any more"
         source, readers = broadcast.source(), broadcast.readers

@@ -37,7 +37,7 @@ NOTHING: Received = (0, ())
 Name = tuple[int, int]  # of an update: its origin and its sequence number
 MAX_AHEAD = 2**20  # updates beyond the first gap; no origin is so far ahead
 MAX_REQUESTED = 1000  # updates of one origin in a request
-THAW_S = 1.0  # for the threads of a process that was suspended
+THAW_S = 1.0  # after a process was suspended, to process what has arrived
 
 
 def contains(received: Received, sequence: int) -> bool:
@@ -730,8 +730,8 @@ class Inbox:
     ) -> bool:
         """Block until ready or stopped; return False on timeout.
 
-        If this process did not run for a while, as a suspended machine does not, what
-        arrived meanwhile has `THAW_S` more seconds to become effective.
+        If the process was suspended meanwhile, messages that arrived in this time get
+        `THAW_S` more seconds to be processed.
         """
 
         def ended() -> bool:

@@ -169,7 +169,7 @@ class RunSpec:
             sums would round local otherwise.
         sum_fan_out: Most workers to which the scheduler, or another worker, sends a
             large sum.
-        parameters: Number of parameters that are trained; 0: unknown.
+        parameters: Number of trainable parameters; 0: unknown.
     """
 
     run: RunId
@@ -200,9 +200,10 @@ class RunSpec:
 
     @property
     def queue_bytes(self) -> int:
-        """Bound on the relay's queue for each replica: with merging, of two sums.
+        """Bound on the relay's queue for each replica, bytes.
 
-        A sum takes about 0.65 bytes per parameter, and rarely more than one.
+        With merging, there is room for about two sums: a sum takes 0.65 bytes per
+        parameter with 32 replicas, and 1.1 with 256.
         """
         return max(self.relay_bytes, 2 * self.parameters * self.merges)
 

@@ -58,8 +58,8 @@ def merged(messages: Sequence[Message], run: int) -> list[Message]:
     """Merge updates into a sum, if that takes fewer bytes.
 
     Dense updates, updates of another size than the first one, repeated updates, those
-    with which the sum might not fit, and what cannot be read stay as they are. One
-    update is decoded at a time, so the memory for it does not grow with their number.
+    with which the sum might not fit int32, and unreadable ones stay as they are. One
+    update is decoded at a time, so memory does not grow with their number.
 
     Args:
         messages: Updates, and sums of earlier ones.
@@ -72,7 +72,7 @@ def merged(messages: Sequence[Message], run: int) -> list[Message]:
     summed: list[Message] = []
     left: list[Message] = []
     for message in messages:
-        update = _summable(message, run)
+        update = _addend(message, run)
         if update is None:
             left.append(message)
             continue
@@ -93,8 +93,8 @@ def merged(messages: Sequence[Message], run: int) -> list[Message]:
     return [total, *left]
 
 
-def _summable(message: Message, run: int) -> SparseUpdate | SumUpdate | None:
-    """Return what can be added to a sum; None if the message has none that is sound."""
+def _addend(message: Message, run: int) -> SparseUpdate | SumUpdate | None:
+    """Return the sparse update, or the sum, of a message; None if none can be read."""
     try:
         frame = unwrap(message.payload)
         if message.kind == MessageKind.SUM:

@@ -438,8 +438,8 @@ class MessageKind(enum.StrEnum):
     PROGRESS = "progress"  # origin has completed `step`; payload: its last interval
     JOINED = "joined"  # origin trains from now on, starting at `step`
     MEMBERS = "members"  # payload: `Members`; changes follow
-    # `origin` is a member from generation `sequence` on; payload: the address of its
-    # worker. None: it is no member any more.
+    # From generation `sequence` on, `origin` is a member; payload: the address of its
+    # worker. None: it is a member no longer.
     MEMBER = "member"
     FAILED = "failed"  # origin has failed or left, and sends no more messages
     PASSED_ON = "passed on"  # follows all updates before ``AGREE`` barrier `sequence`

@@ -561,10 +561,10 @@ class RunState:
 
     @property
     def crowded(self) -> bool:
-        """Whether updates that wait should be merged now, and their sum wait on.
+        """Whether updates that wait should be merged now, and their sum wait instead.
 
-        That is the case if they fill half of a queue, which is room for one sum. A
-        joining replica needs them one by one.
+        That is the case if they fill half of a queue, which has room for one sum. While
+        a replica joins, it is not: that replica needs the updates one by one.
         """
         if 2 * self._unmerged_bytes < self.spec.queue_bytes:
             return False
@@ -590,7 +590,7 @@ class RunState:
         return sent or self.waiting[:1]
 
     def keep_sum(self, total: Message, count: int) -> None:
-        """Let a sum wait in place of the updates that are in it.
+        """Let a sum wait in place of the updates in it.
 
         Args:
             total: The sum of all updates among the first `count` of `waiting`.
@@ -713,10 +713,10 @@ class RunState:
         return Message.control(MessageKind.MEMBERS, payload=self.topology())
 
     def _send_change(self, replica: int, worker: str | None) -> None:
-        """Tell all members of one that has joined or gone, and not of all others.
+        """Tell all members that one has joined or gone.
 
-        If each of many that join together were told of all others, what the scheduler
-        sends would grow with the cube of their number.
+        With the whole membership in each message, what the scheduler sends would grow
+        with the cube of the number of replicas that join together.
         """
         number, kind = self.members.generation, MessageKind.MEMBER
         self._send(Message.control(kind, replica, sequence=number, payload=worker))

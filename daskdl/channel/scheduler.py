@@ -177,8 +177,8 @@ ARRIVAL_S = 0.5  # longest wait for earlier updates to arrive
 WATCHDOG_S = 0.25
 GRACE_S = 3.0  # for the replicas of a closing worker to flush, which waits 2 s at most
 MAX_REPLICAS = 1000  # per worker
-# A joining replica asks again after this time if all donors serve others: meanwhile it
-# buffers updates, and each answer lets it drop them.
+# A joining replica asks again after this time if all donors serve others. If it is a
+# member already, it buffers updates meanwhile, and each answer lets it drop them.
 QUEUED_S = 1.0
 DESCRIBE_S = 5.0  # longest time for a worker to say what its replicas do
 FINISHED = "the run was closed"  # why a run stops that its client closes
@@ -417,8 +417,8 @@ class LiveRun:
         the updates that the snapshot must contain; all later updates are sent to the
         replica. No worker: no snapshot can be made now, so it has to ask again. No
         donor: all of them serve others, or, if nobody trains, none is left. Only the
-        first such answer has the members. A replica is no member, and is sent nothing,
-        while it is queued: it has to ask again until a donor is free.
+        first of these answers has the topology. ``queued``: all donors serve others,
+        and the replica is not a member yet, so it is sent nothing; it asks again.
         """
         state, members = self.state, self.state.members
         if version != VERSION:
@@ -455,7 +455,7 @@ class LiveRun:
 
         asks_again = replica in state.outboxes
         if not asks_again:
-            # What it would be sent until a donor is free, it would only buffer.
+            # As a member, it would have to buffer all updates until a donor is free.
             with contextlib.suppress(TimeoutError):
                 await self.until(has_donor, QUEUED_S)
             if not members.is_here(replica):
@@ -486,7 +486,7 @@ class LiveRun:
         return {
             "members": [],
             "gone": sorted(members.gone),
-            # Many may ask again at once, and know it already.
+            # A replica that asks again knows it, and many may ask at once.
             "topology": None if asks_again else state.topology(),
             "donor": donor,
             "training": bool(members.training),

@@ -195,12 +195,12 @@ class BlobServer:
 
 
 SUMS_KEPT = 4  # on a worker; an older sum comes from the scheduler
-# For this time, sums come from the scheduler instead of a worker that has not answered.
+# Once a worker has not answered, sums come from the scheduler for this time.
 AVOIDED_S = 120.0
 
 
 class KeptSums:
-    """The latest sums that have come to a worker; others fetch them from it.
+    """The latest sums that a worker has received; others fetch them from it.
 
     Belongs to the event loop, and to all replicas of a run on the worker.
 
@@ -240,12 +240,12 @@ class KeptSums:
             self._changed.notify_all()
 
     def avoid(self, worker: str, now: float) -> None:
-        """Remember a worker that has not answered, for a while."""
+        """Do not fetch sums from a worker for `AVOIDED_S`; `now` is the loop's time."""
         self._avoided = {w: end for w, end in self._avoided.items() if end > now}
         self._avoided[worker] = now + AVOIDED_S
 
     def avoids(self, worker: str, now: float) -> bool:
-        """Whether a worker has not answered some time ago."""
+        """Whether sums come from the scheduler instead of this worker."""
         return self._avoided.get(worker, -math.inf) > now
 
     async def wait_for(self, number: int, timeout_s: float) -> Any:
@@ -306,7 +306,7 @@ class ReplicaEndpoint:
             spec.size,
             spec.grid,
             spec.inbox_bytes,
-            in_order=routing.relayed and spec.routing != "merged",
+            in_order=spec.routing == "plain",
             in_step=spec.in_step,
             clock=transport.clock,
             replica=spec.replica,
@@ -458,7 +458,7 @@ class ReplicaEndpoint:
         worker = self.routing.workers.get(message.origin)
         places: list[tuple[str | None, int, float]] = []
         if worker is not None and not sums.avoids(worker, loop.time()):
-            # Longer than it waits for the sum: in time, it says that it has none.
+            # Longer than the worker itself waits for the sum before it refuses.
             places.append((worker, message.origin, bound_s / 3))
         places.append((None, self._spec.replica, bound_s / 2))
         for address, replica, longest_s in places:
@@ -563,7 +563,7 @@ class ReplicaEndpoint:
                 self.routing.on_message(message)
 
     def _on_change(self, change: Message) -> None:
-        """Adopt the membership that differs from the last one in one member."""
+        """Adopt a membership that differs from the last one in one replica."""
         routing, generation = self.routing, change.sequence
         if generation == routing.generation + 1:  # else it is known
             workers = {**routing.workers, change.origin: change.payload}

@@ -301,8 +301,8 @@ class SampledThreshold(ThresholdAlgorithm):
 def summable(threshold: float) -> float:
     """Round a threshold for updates that are summed on their way.
 
-    A sum is written in the largest unit of which all its quanta are multiples, the
-    smallest of them if all are powers of two: so its counts need few bits.
+    A sum is written in the largest unit of which all its quanta are multiples. If all
+    are powers of two, that is the smallest of them, and counts need few bits.
 
     Args:
         threshold: Finite and > 0.

@@ -247,7 +247,7 @@ def _merge(
 
 
 RELAY_BYTES = 8 * 2**20  # bound of the relay's queue for each replica
-# Nothing waits so long to be merged as a rule, see `RunState.due`.
+# Updates usually wait for less time to be merged, see `RunState.due`.
 MERGE_S = 10.0
 MUCH_FROZEN = 64 * 2**20  # frozen bytes received per replica and epoch: warn above
 TRANSIENT_ERRORS = (

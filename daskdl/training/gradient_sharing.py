@@ -535,8 +535,8 @@ class GradientSharingExchange(Exchange):
         )
 
 
-# Workers from which "auto" is not a plain relay: with 8, what a replica receives of the
-# others takes as much of its time as their sum does (benchmarks/emulation.py).
+# From so many workers on, "auto" is not "plain": with 8, receiving each update takes a
+# replica as much time as receiving their sum (benchmarks/emulation.py).
 MANY_WORKERS = 9
 
 

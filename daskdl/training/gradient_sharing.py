@@ -591,9 +591,9 @@ class GradientSharing(TrainingMaster):
             the updates of all replicas: what a replica receives and decodes then hardly
             grows with their number. Updates wait there for those of the other replicas,
             up to 10 s and no longer than a replica that waits for them. Not in
-            lockstep. ``"auto"`` is plain with up to 8 workers, counted when the run
-            starts, or `min_replicas` if that is more; with more, it is merged, or mesh
-            in lockstep. No effect with ``client=False``.
+            lockstep. ``"auto"``: plain for up to 8 workers, counted when the run starts
+            (or `min_replicas`, if that is more); merged for more, or mesh in lockstep.
+            No effect with ``client=False``.
         fan_out: In a mesh, most replicas that one replica forwards an update to. With
             up to ``fan_out + 1`` replicas, each sends directly to all others.
         replicas_per_worker: Replicas in each worker process, or in this process with
@@ -659,7 +659,7 @@ class GradientSharing(TrainingMaster):
         check_choice("routing", self.routing, ("auto", *ROUTINGS))
         if self.routing == "merged" and self.synchronous:
             raise OptionError(
-                "routing='merged' rounds updates to a few sizes, which lockstep does "
+                "routing='merged' rounds quanta to powers of two, which lockstep does "
                 "not; use routing='mesh' with max_staleness=0"
             )
         check_places(self)

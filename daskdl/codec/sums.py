@@ -328,8 +328,8 @@ def common_unit(thresholds: Sequence[float]) -> tuple[float, list[int]]:
 class SumEncoder:
     """Adds updates, one after another, and writes their sum as a frame.
 
-    It keeps one vector, however many updates there are, and no update. The unit is the
-    largest of which all quanta added so far are multiples.
+    It keeps one vector and the names of the updates, however many there are. The unit
+    is the largest number of which all quanta added so far are multiples.
 
     Args:
         run: Id of the run.
@@ -361,12 +361,12 @@ class SumEncoder:
 
         Args:
             update: The update, or the sum.
-            step: Steps that the origin has completed with the update; None: that of
-                its stamp.
+            step: Steps that the origin has completed with the update; None: those of
+                its stamp. No effect with a sum.
 
         Raises:
-            CodecError: If the sum might not fit int32 in the common unit, it already
-                has one of the updates, or sizes differ. Nothing has been added then.
+            CodecError: If the sum might not fit int32 in the common unit, if it already
+                has one of the updates, or if sizes differ. Nothing is added then.
         """
         size = len(self._values_N)
         if update.size != size:

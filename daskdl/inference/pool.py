@@ -112,12 +112,12 @@ class ModelFailure(NamedTuple):
 
 
 class SentModel(NamedTuple):
-    """A model that workers have received together, until all replicas have staged it.
+    """Names a model that was sent to workers, which pass it on to each other.
 
     Attributes:
         version: Version of the model.
-        run: Id of the copies, random.
-        secret: In each request about them.
+        run: Id of the copies on the workers, random.
+        secret: Part of each request about the copies, see `check_secret`.
     """
 
     version: int
@@ -388,12 +388,13 @@ class ReplicaServer:
         return {"result": None if result is None else wrap(result)}
 
     async def _received(self, key: tuple[int, int]) -> PackedModel | None:
-        """Return the model that this worker has received with others; None: it has not.
+        """Return a model that was sent to several workers; None: it is not here.
 
-        `key`: its run and secret.
+        Args:
+            key: Run and secret of the copies.
         """
         plugin: ChannelWorkerPlugin | None = self._worker.extensions.get(NAME)
-        if plugin is None:  # it was not prepared in time
+        if plugin is None:  # `prepare_to_receive` has not run here
             return None
         run, secret = key
         copy = plugin.copies.held.get((run, secret))
@@ -442,7 +443,7 @@ async def start_server(
 
 
 async def prepare_to_receive(dask_worker: Worker) -> None:
-    """Let a worker receive models with others; Dask's `run` calls this on a worker."""
+    """Let a worker receive models and pass them on; Dask's `run` calls this there."""
     if NAME not in dask_worker.extensions:
         set_up(dask_worker)
 
@@ -533,7 +534,7 @@ class RemoteReplica(ModelReplica):
 
 
 NOT_RECEIVED = "not received"  # answer of a worker without a model that was sent
-# Fewer bytes in all are sent to each replica: that takes one request.
+# If all copies together have fewer bytes, each replica gets its own, in one request.
 TOGETHER_BYTES = 2**20
 
 CLIENT_CLOSED = "the client is closed, so no worker can be reached"

@@ -782,9 +782,10 @@ class ReplicaPool:
         """Start a replica in each place, all or none."""
         replicas = [self._host.replica(place, self._sharing) for place in places]
         try:
-            await _all(map(self._open, replicas))
             version, model = self._version, self._model
+            # A replica that has been opened closes if nobody asks it for a while.
             async with self._host.sent(version, model, places) as sent:
+                await _all(map(self._open, replicas))
                 await _all(self._update(replica, sent) for replica in replicas)
             self.ready += replicas
         finally:

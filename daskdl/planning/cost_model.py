@@ -29,6 +29,9 @@ MEASURED_EVERY = 16  # steps between measured exchanges, if the master chooses t
 # grows by as their number doubles (benchmarks/emulation.py).
 SUM_BYTES, SUM_GROWTH_BYTES = 0.65, 0.15
 MANY_SUMMED = 32
+# Entries of an update that is summed, whose quanta are rounded down to powers of two,
+# for each entry of one that is not (benchmarks/emulation.py, `kilobytes`).
+SUMMED_ENTRIES = 1.4
 HIGH_EFFICIENCY = 0.9  # least efficiency at which "compute" is the limit
 
 
@@ -131,7 +134,12 @@ class Costs:
         """Return the size of the sum of an update of each replica, bytes."""
         doublings = math.log2(max(1.0, replicas / MANY_SUMMED))
         dense = (SUM_BYTES + SUM_GROWTH_BYTES * doublings) * self.parameters
-        return min(replicas * self.update_bytes, dense)
+        return min(replicas * self.summed_bytes, dense)
+
+    @property
+    def summed_bytes(self) -> float:
+        """Size of an update that is summed, bytes."""
+        return SUMMED_ENTRIES * self.update_bytes
 
 
 @dataclass(frozen=True)
@@ -371,12 +379,13 @@ def _traffic(
         if sum_bytes >= TREE_BYTES:
             copies = min(replicas, RunSpec.sum_fan_out)
             hops = _hops(replicas, RunSpec.sum_fan_out)
-        sent = replicas * nbytes + copies * (sum_bytes + WIRE_BYTES)
+        sent = replicas * (costs.summed_bytes + WIRE_BYTES)
+        sent += copies * (sum_bytes + WIRE_BYTES)
         travel_s = (hops + 1) * latency_s + hops * copies * link.seconds(sum_bytes)
         return _Traffic(
             messages_s=handling_s + in_sum * costs.decode_s / every,
             relay_s=replicas * handling_s
-            + (replicas + in_sum) * costs.decode_s / every,
+            + (SUMMED_ENTRIES * replicas + in_sum) * costs.decode_s / every,
             link_s=link.seconds(sent) / every,
             latency_s=travel_s,
             longest_s=travel_s + cycle_s + down_s,

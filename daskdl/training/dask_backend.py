@@ -7,6 +7,7 @@ replicas and lost parts, and fetches agreed states and results.
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import (
@@ -396,8 +397,9 @@ class DaskBackend(Backend):
         self.workers = dict(workers)
         self._client = client
         self._spec = spec
-        expected = max(len(set(workers.values())), spec.master.min_replicas)
-        self._routing = spec.master.routing_for(expected)
+        there = len(set(workers.values()))
+        awaited_too = math.ceil(spec.master.min_replicas * there / len(workers))
+        self._routing = spec.master.routing_for(max(there, awaited_too))
         self._initial = set(workers)
         self._supplies = supplies
         self._most_replicas = most_replicas

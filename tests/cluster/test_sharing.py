@@ -1,9 +1,10 @@
 """Replicas per worker, routing, and traffic of frozen parameters, on a cluster."""
 
+import contextlib
 import functools
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import dask.array as da
@@ -16,6 +17,7 @@ from daskdl import Callback, GradientSharing
 from daskdl.channel import scheduler as scheduling
 from daskdl.channel.merging import merged
 from daskdl.channel.protocol import NAME
+from daskdl.errors import WaitTimeoutError
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Notes
 
@@ -62,20 +64,44 @@ class ChannelSetting(Callback):
         return {path.name: path.read_text() for path in self.folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("min_replicas", "expected"), [(1, "plain"), (10, "merged")], ids=["few", "more"]
-)
-def test_updates_of_many_workers_that_have_come_or_will_are_merged(
-    client, tmp_path, min_replicas, expected
-):
+def test_many_replicas_on_few_workers_use_the_relay(client, tmp_path):
     routing = ChannelSetting(tmp_path, "routing")
-    master = kept(replicas_per_worker=5, min_replicas=min_replicas)
-    fitted = trainer(client, master=master, callbacks=[routing])
+    fitted = trainer(client, master=kept(replicas_per_worker=5), callbacks=[routing])
 
     history = fitted.fit(X, Y, batch_size=8)
 
     assert history.column("replicas") == [10]
-    assert routing.by_replica() == {str(replica): expected for replica in range(10)}
+    assert routing.by_replica() == {str(replica): "plain" for replica in range(10)}
+
+
+@dataclass(frozen=True)
+class Routed(GradientSharing):
+    """Records for how many workers it is asked for a routing."""
+
+    workers: list = field(default_factory=list)
+
+    def routing_for(self, workers):
+        self.workers.append(workers)
+        return super().routing_for(workers)
+
+
+@pytest.mark.parametrize(
+    ("min_replicas", "expected"), [(10, 2), (45, 9)], ids=["there", "more"]
+)
+def test_the_routing_follows_the_workers_that_are_there_or_awaited(
+    threads, min_replicas, expected
+):
+    master = Routed(
+        replicas_per_worker=5, min_replicas=min_replicas, rejoin_timeout=0.5
+    )
+    may_fail = contextlib.nullcontext()
+    if expected > 2:  # the others do not come
+        may_fail = pytest.raises(WaitTimeoutError, match="min_replicas")
+
+    with may_fail:
+        trainer(threads, master=master).fit(X, Y, batch_size=8)
+
+    assert master.workers == [expected]
 
 
 def test_updates_of_a_fit_are_merged(threads, tmp_path, monkeypatch):

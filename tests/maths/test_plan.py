@@ -156,8 +156,9 @@ CASES = {
     "by default, updates of more than eight workers are merged": (
         9,
         {},
-        # A request with its update, and one with the sum of nine.
-        {"messages_s": 2 * 0.001 + 9 * 0.001, "apply_s": 8 * 0.002},
+        # A request with its update, and one with the sum of nine, each of which has
+        # 1.4 times the entries.
+        {"messages_s": 2 * 0.001 + 9 * 1.4 * 0.001, "apply_s": 8 * 0.002},
     ),
     "in lockstep, more than eight workers form a mesh": (
         9,
@@ -171,8 +172,8 @@ CASES = {
         {
             "apply_s": 0.02,  # of a dense update, less than 32 of 0.002 s
             # A request with its update, and one with the sum: as many bytes as 33
-            # updates.
-            "messages_s": 2 * 0.001 + 33 * 0.001,
+            # updates with 1.4 times the entries.
+            "messages_s": 2 * 0.001 + 33 * 1.4 * 0.001,
         },
     ),
     "the sum of many updates is dense": (
@@ -188,7 +189,7 @@ CASES = {
             **dict.fromkeys(("request_s", "item_s", "decode_s"), 0.0),
         },
         # Steps of 0.13 s, and the link of the scheduler: 21 updates, two sums.
-        {"carried": 0.13 / ((21 * 12_532 + 2 * (21 * 12_500 + 32)) * 8 / 1e6)},
+        {"carried": 0.13 / ((21 * 17_532 + 2 * (21 * 17_500 + 32)) * 8 / 1e6)},
     ),
     "a small sum goes to each worker": (
         21,
@@ -197,7 +198,7 @@ CASES = {
             **{"update_bytes": 1000.0, "link": slow(1e5)},
             **dict.fromkeys(("request_s", "item_s", "decode_s"), 0.0),
         },
-        {"carried": 0.13 / ((21 * 1032 + 21 * (21 * 1000 + 32)) * 8 / 1e5)},
+        {"carried": 0.13 / ((21 * 1432 + 21 * (21 * 1400 + 32)) * 8 / 1e5)},
     ),
     "updates in the relay count as unsent": (
         2,

@@ -13,13 +13,13 @@ Counted:  CPU time of the scheduler and of all workers, in cores, as sums of ter
                   workers   = e w + f n r + g w min(n r, m) + h w n r KB + i n n r
           mesh:   scheduler = a + b s + c s n
                   workers   = e w + f n r + g n n r + h n n r KB
-          merged: scheduler = a + b n r + c w min(r, m) + d n r KB
-                  workers   = e w + f n r
+          merged: scheduler = a + b n + c n r + d n r KB
+                  workers   = e w + f n + g n r
 
           The terms are: a constant; updates made; requests to workers, or heartbeats
           and the replicas that their answers name; bytes, or with merged those of the
-          updates that are added up; entries in inboxes. One sum for all replicas makes
-          the traffic of a worker the same for any number of them.
+          updates that are added up; entries in inboxes. With merged, n replicas have as
+          many heartbeats, and each gets one sum for all updates.
 
           Extrapolated rows assume one replica per worker, each with a core of its own
           that also computes, a core for the scheduler, and links that carry the bytes.
@@ -59,8 +59,8 @@ def terms_of(row: Mapping[str, Any]) -> tuple[dict[str, list[float]], float]:
         scheduler = [1.0, beats, beats * n]
         workers = [w, n * rate, received, received * kilobytes]
     elif row["routing"] == "merged":
-        scheduler = [1.0, n * rate, w * min(rate, 1 / PACE_S), n * rate * kilobytes]
-        workers = [w, n * rate]
+        scheduler = [1.0, n, n * rate, n * rate * kilobytes]
+        workers = [w, n, n * rate]
     else:
         requests = w * min(n * rate, 1 / PACE_S)
         scheduler = [1.0, n * rate, requests, w * n * rate * kilobytes]

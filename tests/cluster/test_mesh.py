@@ -31,7 +31,7 @@ def direct(monkeypatch):
 
 
 def test_every_routing_is_named_among_the_options():
-    with pytest.raises(OptionError, match="'mesh', 'direct', 'merged', got 'tree'"):
+    with pytest.raises(OptionError, match="'merged', 'mesh', 'direct', got 'tree'"):
         GradientSharing(routing="tree")
 
 

@@ -82,9 +82,11 @@ class Recording:
     apply_s: float  # to apply an update of the other replica, median
     dense_s: float  # to apply a dense update, median
 
-    def update(self, replica: int, number: int) -> tuple[Any, ...]:
-        """Each replica begins at another place."""
-        return self.updates[(7 * replica + number) % len(self.updates)]
+    def encode(self, replica: int, stamp: codec.Stamp) -> np.ndarray:
+        """The frame of an update. Each replica begins at another place."""
+        place = (7 * replica + stamp.sequence) % len(self.updates)
+        threshold, entries_K, kind, levels_K = self.updates[place]
+        return codec.encode(stamp, self.size, threshold, entries_K, kind, levels_K)
 
 
 @functools.cache
@@ -153,15 +155,15 @@ def sum_of(updates: Recording, replicas: int) -> tuple[int, float]:
     """Bytes of the sum of an update of each replica, and the time to decode it."""
     parts = []
     for replica in range(replicas):
-        stamp, update = codec.Stamp(1, replica, 1, 1), updates.update(replica, 1)
-        parts.append(codec.decode(codec.encode(stamp, updates.size, *update).data))
-    frame, times = codec.encode_sum(1, parts), []
+        frame = updates.encode(replica, codec.Stamp(1, replica, 1, 1))
+        parts.append(codec.decode(frame.data))
+    total, times = codec.encode_sum(1, parts), []
     total_N = np.zeros(updates.size, np.int32)
     for _ in range(EXCHANGES):
         began = time.monotonic()
-        codec.decode_sum(frame).add_(total_N, 1)
+        codec.decode_sum(total).add_(total_N, 1)
         times.append(time.monotonic() - began)
-    return frame.nbytes, statistics.median(times)
+    return total.nbytes, statistics.median(times)
 
 
 @dataclass(frozen=True)
@@ -208,10 +210,7 @@ def member(
     leads, spent_s, published = [], 0.0, 0
     leased_until, finished = 0, list[dict[str, Any]]()
 
-    def encode(stamp: codec.Stamp) -> np.ndarray:
-        update = updates.update(spec.replica, stamp.sequence)
-        return codec.encode(stamp, spec.size, *update)
-
+    encode = functools.partial(updates.encode, spec.replica)
     try:
         channel.join()
         channel.barrier("start", None)

@@ -78,12 +78,12 @@ def start_s(client: Client, width: int, workers: int) -> float:
     """Seconds from `fit` until the last replica has made its first step."""
     torch.manual_seed(0)
     rows = 8 * workers
-    data = torch.randn(rows, FEATURES), torch.arange(rows) % CLASSES
+    x, y = torch.randn(rows, FEATURES), torch.arange(rows) % CLASSES
     with tempfile.TemporaryDirectory() as folder:
         stop = Stop(folder, workers)
         fitted = trainer(client, functools.partial(model, width), callbacks=[stop])
         began = time.time()
-        fitted.fit(*data, batch_size=1, epochs=100)
+        fitted.fit(x, y, batch_size=1, epochs=100)
         times = [float(path.read_text()) for path in Path(folder).iterdir()]
         assert len(times) == workers
         return max(times) - began
@@ -157,7 +157,7 @@ def gather(client: Client, width: int, workers: int, signs: Signs) -> None:
     wait_until(lambda: len(client.scheduler_info(n_workers=-1)["workers"]) == TRAINING)
     torch.manual_seed(0)
     rows = 2**10
-    data = torch.randn(rows, FEATURES), torch.arange(rows) % CLASSES
+    x, y = torch.randn(rows, FEATURES), torch.arange(rows) % CLASSES
     callbacks = [Gather(signs, TRAINING + workers)]
     fitted = trainer(
         client,
@@ -165,7 +165,7 @@ def gather(client: Client, width: int, workers: int, signs: Signs) -> None:
         callbacks=callbacks,
         master=daskdl.GradientSharing(routing="merged"),
     )
-    fitted.fit(*data, batch_size=1, epochs=100)
+    fitted.fit(x, y, batch_size=1, epochs=100)
 
 
 def wait_until(ready: Callable[[], bool], longest_s: float = READY_S) -> None:
@@ -241,8 +241,14 @@ def cluster(place: Place, width: int, workers: int, *, join: bool) -> Iterator[A
         begin(SCHEDULER, "distributed.cli.dask_scheduler", *options, **quiet)
         for host in hosts_of_workers:
             if join and host >= FIRST_WORKER + TRAINING:
-                asked = ["benchmarks.start", scheduler, addresses[host], folder]
-                begin(host, *asked, **quiet)
+                begin(
+                    host,
+                    "benchmarks.start",
+                    scheduler,
+                    addresses[host],
+                    folder,
+                    **quiet,
+                )
                 continue
             options = [f"--host={addresses[host]}", "--nthreads=1", "--no-nanny"]
             options += ["--no-dashboard", f"--local-directory={folder}"]
@@ -330,9 +336,9 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":  # on a host of its own
-    address, *others, folder_of_signs = sys.argv[1:]
-    if len(others) == 1:
-        (host,) = others
+    address, *arguments, folder_of_signs = sys.argv[1:]
+    if len(arguments) == 1:
+        (host,) = arguments
         asyncio.run(come_and_go(address, host, Signs.under(folder_of_signs)))
     else:
-        serve(address, *map(int, others), Signs.under(folder_of_signs))
+        serve(address, *map(int, arguments), Signs.under(folder_of_signs))

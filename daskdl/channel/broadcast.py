@@ -498,11 +498,11 @@ class SchedulerCopies(Copies):
         if not broadcast.holders:
             return "no worker has the model any more"
         source, readers = broadcast.source(), broadcast.readers
-        others = sorted(broadcast.holders - {source}, key=lambda h: (readers[h], h))
+        spares = sorted(broadcast.holders - {source}, key=lambda h: (readers[h], h))
         readers[source] += 1
         readers[worker] = 0
         try:
-            return await self._ask(worker, key, broadcast, [[source, *others[:OTHERS]]])
+            return await self._ask(worker, key, broadcast, [[source, *spares[:OTHERS]]])
         finally:
             if source in readers:  # it may have left
                 readers[source] -= 1

@@ -700,11 +700,11 @@ class RunState:
         most = self.spec.queue_bytes
         if self.waiting and self._unmerged_bytes + nbytes > most:
             return False
-        singly = _nbytes(self.waiting) + nbytes
-        together = min(singly, most // 2) if self.waiting else nbytes
+        single_bytes = _nbytes(self.waiting) + nbytes
+        sum_bytes = min(single_bytes, most // 2) if self.waiting else nbytes
         replicas = self.members.replicas
         return all(
-            box.has_room(together if replicas[replica].active else singly)
+            box.has_room(sum_bytes if replicas[replica].active else single_bytes)
             for replica, box in self.outboxes.items()
             if replica != origin or self.spec.merges  # a sum goes to all
         )

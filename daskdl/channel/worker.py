@@ -504,7 +504,6 @@ class ReplicaEndpoint:
         """Count a sum that could not be read; its updates are missing from now on."""
         with self.inbox.changed:
             self.inbox.refused += 1
-            self.inbox.in_order = False
         logger.warning("replica %s refused a sum: %s", self._spec.replica, error)
 
     async def _put_sum(self, message: Message, total: SumUpdate) -> bool:
@@ -548,7 +547,6 @@ class ReplicaEndpoint:
     def _request_singly(self, new: Sequence[Summand], error: Exception) -> None:
         """Request updates of a sum again, as unreadable ones."""
         logger.info("replica %s cannot use a sum: %s", self._spec.replica, error)
-        self.inbox.in_order = False
         for origin, sequence, step in new:
             stamp = Stamp(self._spec.run, origin, sequence, step)
             self.inbox.add_unreadable(Message.update(stamp, step, 0))

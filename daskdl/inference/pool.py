@@ -579,15 +579,13 @@ class ClusterHost(Host):
             yield None
             return
         sent = SentModel(version, secrets.randbits(63), secrets.randbits(63))
-        identity = {"run": sent.run, "secret": sent.secret}
 
         def ask(operation: str, **fields: Any) -> Awaitable[Any]:
             asking = getattr(self.client.scheduler, operation)
-            answer: Awaitable[Any] = asking(**identity, **fields)
+            answer: Awaitable[Any] = asking(run=sent.run, secret=sent.secret, **fields)
             return answer
 
         blob = parts_of({"model": model.payload})
-        offer = {"client": self.client.id, "timeout_s": self.timeouts.request}
         unsent = list(range(blob.parts))
         try:
             async with asyncio.timeout(self.timeouts.request):
@@ -596,7 +594,14 @@ class ClusterHost(Host):
                     prepare_to_receive, workers=workers, on_error="return"
                 )
             async with asyncio.timeout(self.timeouts.data):
-                failures = await send(ask, blob, unsent, workers, **offer)
+                failures = await send(
+                    ask,
+                    blob,
+                    unsent,
+                    workers,
+                    client=self.client.id,
+                    timeout_s=self.timeouts.request,
+                )
             for worker, why in failures.items():
                 logger.info("the model was not sent to %s: %s", worker, why)
         except (OSError, ChannelError) as error:  # a TimeoutError is an OSError

@@ -124,9 +124,9 @@ class Costs:
         """Time of a step without an exchange, seconds."""
         return self.gradients_s + self.optimizer_s
 
-    def apply_others_s(self, others: int, master: GradientSharing) -> float:
+    def apply_others_s(self, peers: int, master: GradientSharing) -> float:
         """Return the time to apply an update of each other replica, seconds."""
-        separate_s = others * self.apply_s
+        separate_s = peers * self.apply_s
         merges = master.routing == "merged"
         return min(separate_s, self.dense_s) if merges else separate_s
 

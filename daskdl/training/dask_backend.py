@@ -397,9 +397,9 @@ class DaskBackend(Backend):
         self.workers = dict(workers)
         self._client = client
         self._spec = spec
-        there = len(set(workers.values()))
-        awaited_too = math.ceil(spec.master.min_replicas * there / len(workers))
-        self._routing = spec.master.routing_for(max(there, awaited_too))
+        present = len(set(workers.values()))
+        awaited_workers = math.ceil(spec.master.min_replicas * present / len(workers))
+        self._routing = spec.master.routing_for(max(present, awaited_workers))
         self._initial = set(workers)
         self._supplies = supplies
         self._most_replicas = most_replicas

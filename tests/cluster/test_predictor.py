@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from distributed import Client, LocalCluster
 from distributed.utils_test import poll_for
 from torch import nn
 
@@ -185,6 +186,21 @@ def test_a_worker_that_has_not_received_a_model_gets_it_from_the_client(
         check(X[:5], predictor(X[:5]), [3])
 
     assert sent_bytes() > 2 * MEGABYTES * 2**20
+
+
+def test_workers_that_were_not_prepared_get_a_model_from_the_client(monkeypatch):
+    async def leave_unprepared(dask_worker):
+        pass
+
+    monkeypatch.setattr(pool, "prepare_to_receive", leave_unprepared)
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
+        ) as cluster,
+        Client(cluster) as fresh,
+        Predictor(large(3), client=fresh) as predictor,
+    ):
+        check(X[:5], predictor(X[:5]), [3])
 
 
 @pytest.mark.slow

@@ -86,17 +86,19 @@ class Routed(GradientSharing):
 
 
 @pytest.mark.parametrize(
-    ("min_replicas", "expected"), [(10, 2), (45, 9)], ids=["there", "more"]
+    ("min_replicas", "rejoin_timeout", "expected"),
+    [(10, None, 2), (45, 3, 9)],
+    ids=["there", "more"],
 )
 def test_the_routing_follows_the_workers_that_are_there_or_awaited(
-    threads, min_replicas, expected
+    threads, min_replicas, rejoin_timeout, expected
 ):
-    options = {"replicas_per_worker": 5, "min_replicas": min_replicas}
+    master = Routed(
+        replicas_per_worker=5, min_replicas=min_replicas, rejoin_timeout=rejoin_timeout
+    )
     result = contextlib.nullcontext()
-    if expected > 2:  # the others do not come
-        options["rejoin_timeout"] = 3
+    if rejoin_timeout is not None:  # the awaited workers do not come
         result = pytest.raises(WaitTimeoutError, match="min_replicas")
-    master = Routed(**options)
 
     with result:
         trainer(threads, master=master).fit(X, Y, batch_size=8)
@@ -108,9 +110,9 @@ def test_updates_of_a_fit_are_merged(threads, tmp_path, monkeypatch):
     kinds, routing = Counter(), ChannelSetting(tmp_path, "routing")
 
     def noting(*arguments):
-        together = merged(*arguments)
-        kinds.update(message.kind for message in together)
-        return together
+        messages = merged(*arguments)
+        kinds.update(message.kind for message in messages)
+        return messages
 
     monkeypatch.setattr(scheduling, "merged", noting)
     master = kept(routing="merged", replicas_per_worker=2)

@@ -97,16 +97,16 @@ def test_a_sum_is_that_of_its_updates_in_any_order_and_grouping(drawn, seed):
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(drawn=updates())
 def test_an_update_is_subtracted_from_a_sum(drawn):
-    *others, last = drawn
-    whole = decode_sum(encode_sum(RUN, drawn))
+    *earlier, last = drawn
+    total = decode_sum(encode_sum(RUN, drawn))
     left_N = np.zeros(last.size, np.int32)
     grid = 2.0**-24
 
-    whole.add_(left_N, int(whole.threshold / grid))
-    alone = decode_sum(encode_sum(RUN, [last]))
-    alone.add_(left_N, -int(alone.threshold / grid))
+    total.add_(left_N, int(total.threshold / grid))
+    latest = decode_sum(encode_sum(RUN, [last]))
+    latest.add_(left_N, -int(latest.threshold / grid))
 
-    expected_N = sum(map(moves, others), np.zeros(last.size))
+    expected_N = sum(map(moves, earlier), np.zeros(last.size))
     np.testing.assert_array_equal(left_N * grid, expected_N)
 
 
@@ -232,8 +232,8 @@ def test_an_update_that_cannot_be_added_changes_nothing():
     assert moves_of_sum(encoder.encode(), 3).tolist() == [2.0**-24, 0, 0]
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["zeros", "others"])
-def test_updates_that_cancel_out_can_be_added_to_any(first):
+@pytest.mark.parametrize("in_reverse", [False, True], ids=["zeros first", "last"])
+def test_updates_that_cancel_out_can_be_added_to_any(in_reverse):
     def update(origin, threshold, entry):
         stamp, entries = Stamp(RUN, origin, 1, 1), np.array([entry], np.int32)
         return SparseUpdate(stamp, Kind.RAW32, 3, threshold, entries)
@@ -241,7 +241,7 @@ def test_updates_that_cancel_out_can_be_added_to_any(first):
     zeros = decode_sum(encode_sum(RUN, [update(1, 1.0, 1), update(2, 1.0, -1)]))
     parts = [zeros, update(3, 2.0**-40, 2)]
 
-    frame = encode_sum(RUN, [parts[first], parts[1 - first]])
+    frame = encode_sum(RUN, parts[::-1] if in_reverse else parts)
 
     assert len(decode_sum(frame).summands) == 3
     assert moves_of_sum(frame, 3).tolist() == [0, 2.0**-40, 0]

@@ -415,6 +415,12 @@ class TestReplicas:
                 await values(desk.call(1))
 
 
+async def test_a_model_is_sent_before_replicas_open_as_idle_replicas_close():
+    async with serving("a", "b") as desk:
+        assert desk.host.log_as_sent == [[]]
+        assert [place for _, place, *_ in desk.host.log[:2]] == ["a", "b"]
+
+
 class TestSwap:
     async def test_all_replicas_stage_the_model_before_the_first_uses_it(self):
         async with serving("a", "b") as desk:

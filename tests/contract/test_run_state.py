@@ -668,11 +668,11 @@ def test_what_came_while_others_were_merged_is_still_due_at_a_barrier():
     state = merging(2)
     publish(state, 0)
     merging_now = state.next_waiting()
-    together = merged(merging_now, SPEC.run)
+    sums = merged(merging_now, SPEC.run)
     publish(state, 1)
     arrive(state, "end", 0, 1)
 
-    state.send_waiting(together, len(merging_now))
+    state.send_waiting(sums, len(merging_now))
 
     assert state.waiting
     assert state.due
@@ -989,13 +989,13 @@ def test_every_join_and_loss_changes_the_membership_of_all():
     replica = newcomer(state)
     state.remove(0, "left", 0.0)
 
-    first, worker = "tcp://worker-1", "tcp://worker-new"
+    stayed, worker = "tcp://worker-1", "tcp://worker-new"
     changes = [(m.sequence, m.origin, m.payload) for m in queued(state, 1, "member")]
     assert changes == [(3, replica, worker), (4, 0, None)]
     assert queued(state, 1, "members") == []
     (membership,) = queued(state, replica, "members")
     generation, members = membership.payload
-    assert (generation, dict(members)[1], dict(members)[2]) == (3, first, worker)
+    assert (generation, dict(members)[1], dict(members)[2]) == (3, stayed, worker)
     assert queued(state, replica, "member")[-1] == queued(state, 1, "member")[-1]
 
 
@@ -1005,8 +1005,8 @@ def test_what_many_joins_send_to_each_replica_grows_with_their_number():
         state = joined(2)
         for _ in range(count):
             newcomer(state)
-        whole = [len(m.payload[1]) for m in queued(state, 0, "members")]
-        return sum(whole) + len(queued(state, 0, "member"))
+        lists = [len(m.payload[1]) for m in queued(state, 0, "members")]
+        return sum(lists) + len(queued(state, 0, "member"))
 
     assert [named(count) for count in (1, 8, 64)] == [1, 8, 64]
 

@@ -285,7 +285,7 @@ class Client(Server):
         run = dataclasses.replace(
             run, merge_s=setup.merge_s, sum_fan_out=setup.sum_fan_out
         )
-        self._routing = "merged" if run.merges else setup.routing
+        self.routing = "merged" if run.merges else setup.routing
         await self._ask(protocol.OPEN, spec=vars(run), client=self.name)
         self._cluster.opened()
         for replica, address in there.items():
@@ -411,7 +411,7 @@ class Client(Server):
         of_replica = dataclasses.replace(spec, model=Weights())
         channel = WatchedChannel(
             worker.plugin,
-            of_replica.channel_spec(replica, self._routing),
+            of_replica.channel_spec(replica, self.routing),
             oracle,
         )
         channel.on_publish = functools.partial(

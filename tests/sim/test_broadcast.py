@@ -218,13 +218,35 @@ async def test_the_successors_of_a_worker_that_hangs_ask_another(
     await sending.gone()
 
 
+async def released(c, s, holders, later, monkeypatch):
+    """A model that some workers have, and others load from them as they come."""
+    sending = Sending(c, s, (*holders, *later), monkeypatch)
+    assert await sending.all(*holders) == {}
+    sending.release()
+    return sending
+
+
+def lost_at_part_4(scheduler, worker, monkeypatch):
+    """Lose a worker as it is asked for a part; return a list that has it then."""
+    answer, lost = worker.handlers[protocol.PART], []
+
+    async def ending(**fields):
+        if fields["number"] == 4 and not lost:
+            lost.append(worker)
+            scheduler.network.end(worker, 0.0)
+            scheduler.worker_gone(worker)
+            await asyncio.Event().wait()
+        return await answer(**fields)
+
+    monkeypatch.setitem(worker.handlers, protocol.PART, ending)
+    return lost
+
+
 @simulated(17)
 async def test_workers_that_come_later_load_it_from_each_other(
     c, s, first, *later, monkeypatch
 ):
-    sending = Sending(c, s, (first, *later), monkeypatch)
-    assert await sending.all(first) == {}
-    sending.release()
+    sending = await released(c, s, (first,), later, monkeypatch)
     sending.sent.clear()
     loading = Counter()  # by source, at this moment
     most = Counter()
@@ -259,12 +281,10 @@ def test_the_time_in_which_workers_load_it_grows_with_the_logarithm_of_their_num
     part_s = 0.1
     depth = math.ceil(math.log2(count + 2)) - 1
 
-    async def load_all(c, s, first, *later):
-        sending = Sending(c, s, (first, *later), monkeypatch)
-        assert await sending.all(first) == {}
-        sending.release()
+    async def load_all(c, s, holder, *later):
+        sending = await released(c, s, (holder,), later, monkeypatch)
         world, bandwidth = s.network.world, s.network.bandwidth
-        for server in (s, first, *later):
+        for server in (s, holder, *later):
             bandwidth[server.address] = sending.blob.nbytes / PARTS / part_s
         began_at = world.now
 
@@ -281,23 +301,11 @@ def test_the_time_in_which_workers_load_it_grows_with_the_logarithm_of_their_num
 
 @simulated(4)
 async def test_the_readers_of_a_worker_that_is_lost_load_it_from_one_that_has_it(
-    c, s, first, *later, monkeypatch
+    c, s, holder, *later, monkeypatch
 ):
-    sending = Sending(c, s, (first, *later), monkeypatch)
-    assert await sending.all(first) == {}
-    sending.release()
+    sending = await released(c, s, (holder,), later, monkeypatch)
     source = later[0]  # the last one loads it from this one
-    lost, answer = [], source.handlers[protocol.PART]
-
-    async def ending(**fields):
-        if fields["number"] == 4 and not lost:
-            lost.append(source)
-            s.network.end(source, 0.0)
-            s.worker_gone(source)
-            await asyncio.Event().wait()
-        return await answer(**fields)
-
-    monkeypatch.setitem(source.handlers, protocol.PART, ending)
+    lost = lost_at_part_4(s, source, monkeypatch)
 
     failures = await asyncio.gather(*(sending.spread(w) for w in later))
 
@@ -305,28 +313,16 @@ async def test_the_readers_of_a_worker_that_is_lost_load_it_from_one_that_has_it
     assert [*map(len, failures)] == [1, 0, 0]
     sending.check(*later[1:])
     broadcast_ = s.plugin.copies.broadcasts[RUN, SECRET]
-    others = [worker.address for worker in (first, *later[1:])]
-    assert broadcast_.readers == dict.fromkeys(others, 0)
+    survivors = [worker.address for worker in (holder, *later[1:])]
+    assert broadcast_.readers == dict.fromkeys(survivors, 0)
 
 
 @simulated(3)
 async def test_a_worker_that_comes_later_loads_it_from_another_if_the_first_is_lost(
     c, s, first, second, late, monkeypatch
 ):
-    sending = Sending(c, s, (first, second, late), monkeypatch)
-    assert await sending.all(first, second) == {}
-    sending.release()
-    answer, lost = first.handlers[protocol.PART], []
-
-    async def ending(**fields):
-        if fields["number"] == 4:
-            lost.append(first)
-            s.network.end(first, 0.0)
-            s.worker_gone(first)
-            await asyncio.Event().wait()
-        return await answer(**fields)
-
-    monkeypatch.setitem(first.handlers, protocol.PART, ending)
+    sending = await released(c, s, (first, second), (late,), monkeypatch)
+    lost = lost_at_part_4(s, first, monkeypatch)
 
     assert await sending.spread(late) == {}
 
@@ -338,9 +334,7 @@ async def test_a_worker_that_comes_later_loads_it_from_another_if_the_first_is_l
 async def test_a_worker_gets_the_reason_if_no_worker_has_it_any_more(
     c, s, first, late, monkeypatch
 ):
-    sending = Sending(c, s, (first, late), monkeypatch)
-    assert await sending.all(first) == {}
-    sending.release()
+    sending = await released(c, s, (first,), (late,), monkeypatch)
     s.network.end(first, 0.0)
     s.worker_gone(first)
 

@@ -344,7 +344,7 @@ async def test_an_older_membership_changes_nothing(c, s, a, b):
 @simulated(3)
 async def test_members_change_one_by_one(c, s, *workers):
     async with a_run(c, s, *workers, **MESH) as run:
-        first = run.link(0).routing
+        routing = run.link(0).routing
         run.lose(1)
         replica, newcomer = await run.newcomer(workers[1])
         joining = begin(newcomer.join)
@@ -355,11 +355,11 @@ async def test_members_change_one_by_one(c, s, *workers):
         for link in (run.link(0), run.link(2), run.link(replica)):
             assert dict(link.routing.workers) == expected
             assert link.routing.generation == run.record.members.generation
-        kept = first.generation, dict(first.workers)
+        kept = routing.generation, dict(routing.workers)
         for sequence in (kept[0], kept[0] + 2):  # known; not the next
             late = Message.control(MessageKind.MEMBER, 2, sequence=sequence)
             await run.deliver(0, late.to_wire())
-        assert (first.generation, dict(first.workers)) == kept
+        assert (routing.generation, dict(routing.workers)) == kept
 
         run.channels[0].serve_snapshot(applied_by(run.channels[0]))
         run.channels[0].check()

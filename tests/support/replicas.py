@@ -92,13 +92,15 @@ class FakeHost(Host):
 
     `log` lists the calls of all replicas: a verb, a place, and a version if there is
     one. `faults` holds the outcome of the next call, by verb and place: an error, a
-    `ModelFailure`, or an event to wait for.
+    `ModelFailure`, or an event to wait for. `log_as_sent` is the log at the moment at
+    which models were sent to places.
     """
 
     def __init__(self, *there):
         self.there = list(there)
         self.replicas = []
         self.log = []
+        self.log_as_sent = []
         self.faults = {}
         self.raises = None
 
@@ -112,6 +114,12 @@ class FakeHost(Host):
     def replica(self, place, sharing):
         self.replicas.append(FakeReplica(place, self.log, self.faults))
         return self.replicas[-1]
+
+    @override
+    @contextlib.asynccontextmanager
+    async def sent(self, version, model, places):
+        self.log_as_sent.append(list(self.log))
+        yield None
 
 
 class Desk(NamedTuple):

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from daskdl import codec
 from daskdl.channel.protocol import WIRE_BYTES, Message, MessageKind, unwrap
-from daskdl.codec import SparseUpdate, SumEncoder, SumUpdate
+from daskdl.codec import Kind, SparseUpdate, SumEncoder, SumUpdate
+from daskdl.codec.frame import SPARSE
 from daskdl.errors import CodecError
 
 # A smaller sum takes less time than the request of a worker that fetches it.
 TREE_BYTES = 2**16
+UNREADABLE = CodecError, TypeError, ValueError, LookupError  # errors of reading a frame
 
 
 def along_tree(
@@ -93,6 +95,14 @@ def merged(messages: Sequence[Message], run: int) -> list[Message]:
     return [total, *left]
 
 
+def fits_a_sum(message: Message) -> bool:
+    """Whether a message holds a sparse update or a sum, according to its header."""
+    try:
+        return codec.read_kind(unwrap(message.payload)) in (*SPARSE, Kind.SUM)
+    except UNREADABLE:
+        return False
+
+
 def _addend(message: Message, run: int) -> SparseUpdate | SumUpdate | None:
     """Return the sparse update, or the sum, of a message; None if none can be read."""
     try:
@@ -100,7 +110,7 @@ def _addend(message: Message, run: int) -> SparseUpdate | SumUpdate | None:
         if message.kind == MessageKind.SUM:
             return codec.decode_sum(frame, run=run)
         update = codec.decode(frame, run=run)
-    except (CodecError, TypeError, ValueError, LookupError):
+    except UNREADABLE:
         return None
     if not isinstance(update, SparseUpdate):
         return None

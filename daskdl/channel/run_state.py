@@ -20,7 +20,7 @@ from daskdl.channel.leasing import (
     StaticPartition,
     SyncPoint,
 )
-from daskdl.channel.merging import along_tree
+from daskdl.channel.merging import along_tree, fits_a_sum
 from daskdl.channel.protocol import (
     INT64_MAX,
     MESSAGE_BYTES,
@@ -239,6 +239,13 @@ def _nbytes(messages: Iterable[Message]) -> int:
     return sum(message.nbytes + MESSAGE_BYTES for message in messages)
 
 
+def _nbytes_alone(messages: Iterable[Message]) -> int:
+    """Bytes of the updates that no sum can contain."""
+    return _nbytes(
+        m for m in messages if m.kind == MessageKind.UPDATE and not fits_a_sum(m)
+    )
+
+
 def _by_origin(messages: Iterable[Message]) -> Counter[int]:
     return Counter(m.origin for m in messages if m.kind == MessageKind.UPDATE)
 
@@ -363,6 +370,7 @@ class RunState:
         self.on_waiting = self.on_due = lambda: None
         self.waiting = []
         self._unmerged_bytes = 0  # of what waits, apart from the sum
+        self._alone_bytes = 0  # of the updates among it that no sum can contain
         self._summed = Counter[int]()  # updates in the sum that waits, by origin
         self._urgent = False  # what waits need not wait any longer
         self._sums = 0  # sent so far
@@ -526,6 +534,7 @@ class RunState:
         if merges and not self._held and (self.waiting or message.kind in MERGEABLE):
             self.waiting.append(message)
             self._unmerged_bytes += message.nbytes + MESSAGE_BYTES
+            self._alone_bytes += _nbytes_alone([message])
             if len(self.waiting) == 1:
                 self.on_waiting()
             if message.kind not in MERGEABLE:
@@ -601,6 +610,7 @@ class RunState:
         progress = {m.origin: m for m in summed if m.kind == MessageKind.PROGRESS}
         unmerged = [*progress.values(), *later]
         self._unmerged_bytes = _nbytes(unmerged)
+        self._alone_bytes = _nbytes_alone(unmerged)
         self.waiting = [total, *unmerged]
 
     def send_waiting(self, together: Sequence[Message] = (), count: int = 0) -> None:
@@ -625,6 +635,7 @@ class RunState:
             else:
                 self._deliver(sent[0], None)
         self._unmerged_bytes = _nbytes(self.waiting)
+        self._alone_bytes = _nbytes_alone(self.waiting)
         if self.waiting:
             self.on_waiting()
         else:
@@ -688,20 +699,25 @@ class RunState:
         waiting = self._summed[origin] + _by_origin(self.waiting)[origin]
         return on_their_way + waiting
 
-    def _has_room(self, origin: int, nbytes: int) -> bool:
-        """Whether all queues have room for an update of an origin.
+    def _has_room(self, message: Message) -> bool:
+        """Whether all queues have room for an update.
 
         A replica has to keep its updates until they have come back to it in sums, so
         there is room for few of them. What waits needs the room of one sum in a queue,
-        but in that of a joining replica the room of all updates.
+        and of each update that no sum can contain, but in that of a joining replica the
+        room of all updates.
         """
+        origin, nbytes = message.origin, message.nbytes + MESSAGE_BYTES
         if self._coming_back(origin) >= RECENT // 2:
             return False
         most = self.spec.queue_bytes
-        if self.waiting and self._unmerged_bytes + nbytes > most:
-            return False
-        single_bytes = _nbytes(self.waiting) + nbytes
-        sum_bytes = min(single_bytes, most // 2) if self.waiting else nbytes
+        single_bytes = sum_bytes = nbytes
+        if self.waiting:
+            single_bytes += _nbytes(self.waiting)
+            alone_bytes = self._alone_bytes + _nbytes_alone([message])
+            sum_bytes = alone_bytes + min(single_bytes - alone_bytes, most // 2)
+            if max(self._unmerged_bytes + nbytes, sum_bytes) > most:
+                return False
         replicas = self.members.replicas
         return all(
             box.has_room(sum_bytes if replicas[replica].active else single_bytes)
@@ -779,7 +795,7 @@ class RunState:
         accepted = 0
         for message in messages:
             nbytes = message.nbytes + MESSAGE_BYTES
-            if self.holding or not self._has_room(origin, nbytes):
+            if self.holding or not self._has_room(message):
                 count, total = self._excess.get(origin, (0, 0))
                 full = count >= EXCESS_UPDATES and total >= EXCESS_BYTES
                 if full or not (self.holding or leaves):

@@ -534,6 +534,45 @@ def test_what_waits_takes_the_room_of_all_updates_in_the_queue_of_a_joining_repl
     assert box.nbytes <= box.limit_bytes
 
 
+def dense_update(origin, sequence):
+    """An update that no sum can contain."""
+    stamp = Stamp(SPEC.run, origin, sequence, sequence)
+    frame = codec.encode_dense(stamp, GRID, np.arange(SIZE, dtype=np.int32)).tobytes()
+    return Message.update(stamp, sequence, len(frame), frame)
+
+
+def test_updates_that_no_sum_can_contain_take_their_own_room_in_a_queue():
+    each = dense_update(0, 1).nbytes + MESSAGE_BYTES
+    state = merging(3, relay_bytes=4 * each)
+    dense = {origin: [dense_update(origin, s) for s in (1, 2, 3)] for origin in (0, 1)}
+    before = state.publish(0, dense[0][:2], PeerProgress(1))
+    send_merged(state)
+
+    accepted = state.publish(1, dense[1], PeerProgress(1))
+
+    assert (before, accepted) == (2, 2)
+    send_merged(state)
+    for box in state.outboxes.values():
+        assert box.nbytes <= box.limit_bytes
+
+
+def test_what_waits_beside_a_sum_fits_an_empty_queue():
+    each = dense_update(0, 1).nbytes + MESSAGE_BYTES
+    state = merging(3, relay_bytes=4 * each)
+    publish(state, 0)
+    publish(state, 1)
+    keep_merged(state)
+
+    accepted = state.publish(
+        2, [dense_update(2, s) for s in (1, 2, 3, 4)], PeerProgress(1)
+    )
+
+    assert accepted == 3
+    send_merged(state)
+    for box in state.outboxes.values():
+        assert box.nbytes <= box.limit_bytes
+
+
 def test_updates_in_a_sum_that_waits_take_the_room_of_their_origin():
     """It keeps the latest of its own, to subtract them from sums."""
     state = merging(2, relay_bytes=4 * EACH_FRAMED)

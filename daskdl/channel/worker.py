@@ -195,8 +195,9 @@ class BlobServer:
 
 
 SUMS_KEPT = 4  # on a worker; an older sum comes from the scheduler
-# Once a worker has not answered, sums come from the scheduler for this time.
-AVOIDED_S = 120.0
+# A worker that has not answered is asked for no sum for so many times the timeout of a
+# request. Asking in vain delays a sum by a third of that timeout.
+AVOIDED_REQUESTS = 4
 
 
 class KeptSums:
@@ -206,6 +207,7 @@ class KeptSums:
 
     Args:
         limit_bytes: Bound of their bytes, but for the latest one.
+        request_s: Timeout of a request, seconds.
 
     Attributes:
         fetching: Held while one is fetched, so that one replica does it for all.
@@ -214,9 +216,10 @@ class KeptSums:
 
     fetching: asyncio.Lock
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, request_s: float) -> None:
         self.fetching = asyncio.Lock()
         self._limit_bytes = limit_bytes
+        self._avoided_s = AVOIDED_REQUESTS * request_s
         self._avoided: dict[str, float] = {}  # until when, by address of the worker
         self._frames: dict[int, Any] = {}  # by number, oldest first
         self._changed = asyncio.Condition()
@@ -240,9 +243,9 @@ class KeptSums:
             self._changed.notify_all()
 
     def avoid(self, worker: str, now: float) -> None:
-        """Do not fetch sums from a worker for `AVOIDED_S`; `now` is the loop's time."""
+        """Do not fetch sums from a worker for a while; `now` is the loop's time."""
         self._avoided = {w: end for w, end in self._avoided.items() if end > now}
-        self._avoided[worker] = now + AVOIDED_S
+        self._avoided[worker] = now + self._avoided_s
 
     def avoids(self, worker: str, now: float) -> bool:
         """Whether sums come from the scheduler instead of this worker."""
@@ -919,7 +922,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             raise ChannelError(
                 f"replica {spec.replica} of run {run_id(spec.run)} is already open"
             )
-        sums = KeptSums(spec.inbox_bytes)
+        sums = KeptSums(spec.inbox_bytes, spec.timeouts.request)
         for (run, _), endpoint in list(self.endpoints.items()):
             # A run that opens again after all replicas were lost has another secret.
             if run == spec.run and endpoint.connection.spec.secret == spec.secret:

@@ -17,13 +17,14 @@ from daskdl.channel.protocol import (
     unwrap,
     wrap,
 )
-from daskdl.channel.worker import AVOIDED_S, SUMS_KEPT, KeptSums
+from daskdl.channel.worker import AVOIDED_REQUESTS, SUMS_KEPT, KeptSums
 from tests.sim.cluster import simulated
 from tests.sim.fit import Cluster, Setup
 from tests.support.channels import (
     RUN,
     a_run,
     begin,
+    bounds,
     flipped,
     frame_of,
     held_up,
@@ -200,10 +201,11 @@ FETCH = "daskdl_fetch_sum"
 
 
 @contextlib.asynccontextmanager
-async def merging_run(c, s, *workers, monkeypatch):
+async def merging_run(c, s, *workers, monkeypatch, **options):
     """A run that passes all sums on from worker to worker, in a chain."""
     monkeypatch.setattr(merging, "TREE_BYTES", 0)
-    async with a_run(c, s, *workers, merge_s=1000.0, sum_fan_out=1) as run:
+    options = {"merge_s": 1000.0, "sum_fan_out": 1, **options}
+    async with a_run(c, s, *workers, **options) as run:
         yield run
 
 
@@ -286,11 +288,15 @@ async def test_a_sum_that_a_worker_does_not_pass_on_comes_from_the_scheduler(
         assert run.channels[0].stats().refused == 0
 
 
+SHORT = bounds(request=3.0)
+
+
 @simulated(2)
 async def test_a_worker_that_does_not_answer_is_not_asked_for_sums_for_a_while(
     c, s, a, b, monkeypatch
 ):
-    async with merging_run(c, s, a, b, monkeypatch=monkeypatch) as run:
+    options = {"monkeypatch": monkeypatch, "timeouts": SHORT}
+    async with merging_run(c, s, a, b, **options) as run:
         answering = a.handlers[FETCH]
         monkeypatch.setitem(a.handlers, FETCH, silent)
         asked = recorded(a.handlers, FETCH, monkeypatch)
@@ -301,7 +307,7 @@ async def test_a_worker_that_does_not_answer_is_not_asked_for_sums_for_a_while(
         monkeypatch.setitem(a.handlers, FETCH, answering)
         asked = recorded(a.handlers, FETCH, monkeypatch)
 
-        await asyncio.sleep(AVOIDED_S)  # virtual
+        await asyncio.sleep(AVOIDED_REQUESTS * SHORT.request)  # virtual
         for step in (7, 8):
             await publish_all(run, step)
             await all_arrive(run, step)
@@ -395,7 +401,7 @@ async def test_the_replicas_of_a_worker_fetch_a_sum_once(c, s, a, b, monkeypatch
 
 
 def test_a_worker_keeps_the_latest_sums_within_a_bound():
-    kept = KeptSums(limit_bytes=10)
+    kept = KeptSums(limit_bytes=10, request_s=1.0)
 
     async def keep_some():
         for number in range(1, SUMS_KEPT + 2):

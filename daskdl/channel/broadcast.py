@@ -365,8 +365,8 @@ class Broadcast:
         client: Id of the client that sends it.
         timeout_s: Longest wait of a worker for one answer.
         holders: Workers that have it all.
-        readers: By worker, number of those that load it from this worker; for holders,
-            and for workers that came later and are still loading it.
+        readers: By worker, those that load it from this worker; for holders, and for
+            workers that came later and are still loading it.
         sending: The request to each worker to load it.
     """
 
@@ -376,7 +376,7 @@ class Broadcast:
         self.client = client
         self.timeout_s = timeout_s
         self.holders: set[str] = set()
-        self.readers: dict[str, int] = {}
+        self.readers: dict[str, set[str]] = {}
         self.sending: dict[str, asyncio.Task[str]] = {}
 
     def source(self) -> str:
@@ -387,11 +387,12 @@ class Broadcast:
         serves fewer than `MAX_READERS`: the tree stays as flat as possible. There is
         always one, because each worker takes one such place and adds `MAX_READERS`.
         """
-        free = [w for w, readers in self.readers.items() if readers < MAX_READERS]
+        free = [w for w, of in self.readers.items() if len(of) < MAX_READERS]
 
         def order(worker: str) -> tuple[int, str]:
-            has_it = worker in self.holders
-            return (self.readers[worker], worker) if has_it else (MAX_READERS, "")
+            if worker not in self.holders:
+                return MAX_READERS, ""
+            return len(self.readers[worker]), worker
 
         return min(free, key=order)
 
@@ -488,7 +489,7 @@ class SchedulerCopies(Copies):
             broadcast.forget(worker)
         else:
             broadcast.holders.add(worker)
-            broadcast.readers.setdefault(worker, 0)
+            broadcast.readers.setdefault(worker, set())
         return error
 
     async def _load_from_another(
@@ -498,14 +499,16 @@ class SchedulerCopies(Copies):
         if not broadcast.holders:
             return "no worker has the model any more"
         source, readers = broadcast.source(), broadcast.readers
-        spares = sorted(broadcast.holders - {source}, key=lambda h: (readers[h], h))
-        readers[source] += 1
-        readers[worker] = 0
+        spares = sorted(
+            broadcast.holders - {source}, key=lambda h: (len(readers[h]), h)
+        )
+        of_source = readers[source]  # another set if it leaves and comes back
+        of_source.add(worker)
+        readers[worker] = set()
         try:
             return await self._ask(worker, key, broadcast, [[source, *spares[:OTHERS]]])
         finally:
-            if source in readers:  # it may have left
-                readers[source] -= 1
+            of_source.discard(worker)
 
     async def _ask(
         self, worker: str, key: Key, broadcast: Broadcast, routes: Sequence[Route]

@@ -13,7 +13,7 @@ from daskdl.channel.protocol import NAME
 from daskdl.channel.run_state import MAX_READERS
 from tests.sim.cluster import run_simulated, simulated
 from tests.sim.network import SCHEDULER
-from tests.support.channels import recorded, wait_until
+from tests.support.channels import held_up, recorded, wait_until
 
 RUN, SECRET = 7, 11
 IDENTITY = {"run": RUN, "secret": SECRET}
@@ -314,7 +314,29 @@ async def test_the_readers_of_a_worker_that_is_lost_load_it_from_one_that_has_it
     sending.check(*later[1:])
     broadcast_ = s.plugin.copies.broadcasts[RUN, SECRET]
     survivors = [worker.address for worker in (holder, *later[1:])]
-    assert broadcast_.readers == dict.fromkeys(survivors, 0)
+    assert broadcast_.readers == {survivor: set() for survivor in survivors}
+
+
+@simulated(3)
+async def test_a_worker_that_comes_back_has_no_readers_from_before(
+    c, s, first, second, late, monkeypatch
+):
+    sending = await released(c, s, (first, second), (late,), monkeypatch)
+    released_ = held_up(late.handlers, protocol.RECEIVE, monkeypatch)
+    spreading = asyncio.ensure_future(sending.spread(late))
+    readers = s.plugin.copies.broadcasts[RUN, SECRET].readers
+    await wait_until(lambda: readers[first.address])
+
+    s.worker_gone(first)
+    s.workers[first.address] = first
+    assert await sending.spread(first) == {}
+    before = set(readers[first.address])
+    released_.set()
+
+    assert await spreading == {}
+    assert before == set()
+    addresses = [worker.address for worker in (first, second, late)]
+    assert readers == {address: set() for address in addresses}
 
 
 @simulated(3)

@@ -225,7 +225,8 @@ def transport():
 def test_the_wait_for_an_event_loop_that_hangs_is_bounded(transport):
     timeouts = dataclasses.replace(TIMEOUTS, request=0.05)
     spec = dataclasses.replace(SPEC, timeouts=timeouts)
-    endpoint = ReplicaEndpoint(transport, spec, KeptSums(spec.inbox_bytes))
+    sums = KeptSums(spec.inbox_bytes, spec.timeouts.request)
+    endpoint = ReplicaEndpoint(transport, spec, sums)
 
     with pytest.raises(WaitTimeoutError, match=r"0\.05 s .* event loop of its own"):
         endpoint.start_from_snapshot({}, GRID, {})

@@ -35,7 +35,7 @@ from daskdl.channel.protocol import (
     wrap,
 )
 from daskdl.channel.run_state import MAX_READERS
-from daskdl.channel.transport import SchedulerTransport, Transport
+from daskdl.channel.transport import SchedulerTransport, Transport, time_limit
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
 
@@ -327,7 +327,7 @@ class WorkerCopies(Copies):
             while copy.parts[number] is None:
                 source = sources[0]
                 try:
-                    async with asyncio.timeout(timeout_s):
+                    async with time_limit(timeout_s):
                         if source != former:
                             await self._check_listening(source)
                             former = source
@@ -581,7 +581,7 @@ class SchedulerCopies(Copies):
 async def _answered(asking: Awaitable[Any], bound: Bound) -> Mapping[str, str]:
     """Wait for the failures that an answer to SPREAD has."""
     try:
-        async with asyncio.timeout(bound.seconds):
+        async with time_limit(bound.seconds):
             answer = await asking
     except TimeoutError as error:
         raise WaitTimeoutError(

@@ -24,7 +24,7 @@ from daskdl.channel.protocol import (
     PeerProgress,
     unwrap,
 )
-from daskdl.channel.transport import CLOCK, Clock
+from daskdl.channel.transport import CLOCK, Clock, extended
 from daskdl.codec import DenseUpdate, SparseUpdate, Stamp, Summand, SumUpdate, Update
 from daskdl.compression.replica_vector import count_of, fold_, to_grid
 from daskdl.errors import CodecError
@@ -37,7 +37,6 @@ NOTHING: Received = (0, ())
 Name = tuple[int, int]  # of an update: its origin and its sequence number
 MAX_AHEAD = 2**20  # updates beyond the first gap; no origin is so far ahead
 MAX_REQUESTED = 1000  # updates of one origin in a request
-THAW_S = 1.0  # after a process was suspended, to process what has arrived
 
 
 def contains(received: Received, sequence: int) -> bool:
@@ -728,11 +727,7 @@ class Inbox:
         *,
         even_if_stopped: bool = False,
     ) -> bool:
-        """Block until ready or stopped; return False on timeout.
-
-        If the process was suspended meanwhile, messages that arrived in this time get
-        `THAW_S` more seconds to be processed.
-        """
+        """Block until ready or stopped; return False on timeout, see `extended`."""
 
         def ended() -> bool:
             return (self.stopped is not None and not even_if_stopped) or ready()
@@ -742,8 +737,9 @@ class Inbox:
             if self.changed.wait_for(ended, timeout_s):
                 return True
             assert timeout_s is not None
-            was_suspended = self.clock.now() - began > timeout_s + THAW_S
-            return was_suspended and self.changed.wait_for(ended, THAW_S)
+            now = self.clock.now()
+            left_s = extended(began + timeout_s, now) - now
+            return left_s > 0 and self.changed.wait_for(ended, left_s)
 
 
 class SharedFrame:

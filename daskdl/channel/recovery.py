@@ -20,6 +20,7 @@ from daskdl.channel import protocol
 from daskdl.channel.inbox import MAX_REQUESTED, NOTHING, Received, contains, missing
 from daskdl.channel.protocol import Message, MessageKind
 from daskdl.channel.routing import Routing
+from daskdl.channel.transport import time_limit
 from daskdl.errors import ChannelError
 
 logger = logging.getLogger(__name__)
@@ -223,7 +224,7 @@ class Repairs:
         )
         bound = self._connection.spec.timeouts.request
         try:
-            async with asyncio.timeout(bound):  # see SendLoop
+            async with time_limit(bound):
                 answer = await asking
         except OSError:  # a TimeoutError is one
             return None

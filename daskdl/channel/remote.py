@@ -49,6 +49,7 @@ from daskdl.channel.protocol import (
     wrap_arrays,
 )
 from daskdl.channel.recovery import ReceivedByReplica, donors, target_of
+from daskdl.channel.transport import extended
 from daskdl.channel.worker import ChannelWorkerPlugin, Snapshot, SnapshotRequest
 from daskdl.config import VERSION, Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
@@ -102,6 +103,8 @@ class RemoteChannel(Channel):
             in_time = self._inbox.wait_for(
                 lambda: ready() or bool(self._servable()), left_s
             )
+            if deadline is not None:
+                deadline = extended(deadline, self._now())
             self._serve()
             # A snapshot request alone does not end the wait.
             if not in_time or self._inbox.stopped is not None or ready():
@@ -291,7 +294,9 @@ class RemoteChannel(Channel):
     def _snapshot(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Request a snapshot from the named donor; on failure, ask for a donor again.
 
-        A donor makes no snapshot while it validates, or in the middle of a step. Once
+        A donor makes no snapshot while it validates, or in the middle of a step. An
+        attempt that begins in time counts, even if the process is suspended meanwhile,
+        so the last one begins after the deadline. Once
         the plain values have arrived, this replica takes updates in again, while the
         arrays arrive in parts: buffered updates would hold up the others. While all
         donors serve others, nothing bounds the wait but the patience of those others,
@@ -317,7 +322,7 @@ class RemoteChannel(Channel):
                 deadline = self._now() + self._patience.seconds
             if donor is None:
                 deadline, asked_at = self._now() + self._patience.seconds, -math.inf
-            if self._now() > deadline:
+            if asked_at > deadline:
                 raise WaitTimeoutError(
                     f"replica {self._replica} waited {self._patience} for a snapshot, "
                     f"{request} for each answer, last of replica {donor} on {worker}: "
@@ -508,6 +513,7 @@ class RemoteChannel(Channel):
         forms, parts, count = (), list[Any](), 1
         deadline = self._now() + self._patience.seconds
         while len(parts) < count:
+            asked_at = self._now()
             worker = self._routing.workers.get(replica)
             if worker is None:
                 return None
@@ -526,7 +532,7 @@ class RemoteChannel(Channel):
                 continue
             if answer["status"] == Answer.UNKNOWN:  # it will not arrive
                 return None
-            if self._now() > deadline:
+            if asked_at > deadline:  # as in `_snapshot`
                 raise WaitTimeoutError(
                     f"waited {self._patience} for {name!r} of replica {replica} on "
                     f"{worker}; last seen: {self._last_seen()}"
@@ -553,23 +559,24 @@ class RemoteChannel(Channel):
             self._wait_for_relay()
         else:
             self._wait_for_survivors(published, gone)
-        deadline, requests = math.inf, True
+        deadline, acted_at, requests = math.inf, -math.inf, True
         for turn in itertools.count():
             former = gone
             have, gone = self._compare(f"{key}, round {turn}")
             if gone.keys() != former.keys():  # another replica failed: start over
-                deadline, requests = math.inf, True
+                deadline, acted_at, requests = math.inf, -math.inf, True
                 continue
             survivors = list(have.values())
             if all(received == survivors[0] for received in survivors):
                 return
-            if self._now() > deadline:
+            if acted_at > deadline:  # as in `_snapshot`
                 raise WaitTimeoutError(
                     f"replicas {sorted(have)} did not agree on their updates within "
                     f"{self._patience}, {turn + 1} rounds; last seen: "
                     f"{self._last_seen()}"
                 )
-            deadline = min(deadline, self._now() + self._patience.seconds)
+            acted_at = self._now()
+            deadline = min(deadline, acted_at + self._patience.seconds)
             if requests:
                 self._request_missing(have)
             else:

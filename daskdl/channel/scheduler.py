@@ -64,6 +64,7 @@ from daskdl.channel.transport import (
     SchedulerTransport,
     SendLoop,
     run_reporting,
+    time_limit,
 )
 from daskdl.config import VERSION, Bound
 from daskdl.errors import shown
@@ -127,7 +128,7 @@ class WorkerBatcher:
             batches = self._next()
             answers: Sequence[Any]
             try:
-                async with asyncio.timeout(self._bound.seconds):
+                async with time_limit(self._bound.seconds):
                     answers = await self._request(batches)
             except OSError as error:  # a TimeoutError is one
                 answers = [error] * len(batches)
@@ -400,7 +401,7 @@ class LiveRun:
             return {"replica": None}
         worker = members.replicas[replica].worker
         try:
-            async with asyncio.timeout(self.state.timeouts.request):
+            async with time_limit(self.state.timeouts.request):
                 answer = await self._ask(
                     worker, AGREED, replica=replica, epoch=epoch, part=part
                 )

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import (
+    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
@@ -56,6 +57,44 @@ async def run_reporting(
         failed(error)
 
 
+# ---- the ends of waits
+
+LATE_S = 0.1  # a wait that ends so late was not in time for what arrived meanwhile
+THAW_S = 1.0  # to process what has arrived
+
+
+def extended(deadline: float, now: float) -> float:
+    """Return the end of a wait, for a process that can look at it again only now.
+
+    If it looks too late, it was suspended, or busy: what has arrived meanwhile gets
+    `THAW_S` to be processed.
+
+    Args:
+        deadline: The end so far.
+        now: The present, on the same clock.
+
+    Example:
+        >>> extended(30.0, now=29.0), extended(30.0, now=500.0)
+        (30.0, 501.0)
+    """
+    return now + THAW_S if now - deadline > LATE_S else deadline
+
+
+@contextlib.asynccontextmanager
+async def time_limit(seconds: float) -> AsyncIterator[None]:
+    """Bound a block as `asyncio.timeout` does; the end is `extended` if it is late."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_at(
+            deadline, lambda: limit.reschedule(extended(deadline, loop.time()))
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
 CHECK_S = 0.5  # interval of the checks in `awaited`
 
 
@@ -80,6 +119,7 @@ async def awaited(
             if left_s <= 0:
                 raise TimeoutError
             await asyncio.wait([task], timeout=min(left_s, CHECK_S))
+            deadline = extended(deadline, time.monotonic())
             if not task.done():
                 check()
         return task.result()
@@ -591,7 +631,7 @@ class SendLoop:
         bound = self.bound
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                async with asyncio.timeout(bound.seconds):
+                async with time_limit(bound.seconds):
                     accepted = await self._send(batch)
             except TimeoutError:
                 if attempt == ATTEMPTS:

@@ -76,6 +76,7 @@ from daskdl.channel.transport import (
     Pace,
     Transport,
     WorkerOverDask,
+    time_limit,
 )
 from daskdl.codec import SparseUpdate, Stamp, Summand, SumUpdate
 from daskdl.errors import ChannelError, CodecError, WaitTimeoutError
@@ -469,7 +470,7 @@ class ReplicaEndpoint:
                 address, FETCH_SUM, replica=replica, number=message.sequence
             )
             try:
-                async with asyncio.timeout(longest_s):
+                async with time_limit(longest_s):
                     answer = await asking
                 frame = copied(answer["frame"])
                 return frame, self._read_sum(frame)

@@ -34,7 +34,7 @@ from daskdl.channel.protocol import NAME, Answer, join, unwrap
 from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
-from daskdl.channel.transport import awaited
+from daskdl.channel.transport import awaited, time_limit
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Bound
 from daskdl.data.distribute import (
@@ -377,7 +377,8 @@ class AgreedStateFetcher:
             avoid=list(avoid),
             replica=replica,
         )
-        answer = await asyncio.wait_for(asking, self._bound.seconds)
+        async with time_limit(self._bound.seconds):
+            answer = await asking
         assert isinstance(answer, dict)
         return answer
 
@@ -503,7 +504,7 @@ class DaskBackend(Backend):
 
         async def send_all() -> Mapping[str, str]:
             try:
-                async with asyncio.timeout(bound.seconds):
+                async with time_limit(bound.seconds):
                     return await send(
                         ask,
                         self._sent,

@@ -245,7 +245,7 @@ def begun_wait(inbox, ready):
 
 
 @pytest.mark.parametrize(
-    ("ended_at", "expected"), [(0.5, False), (500.0, True)], ids=["late", "suspended"]
+    ("ended_at", "expected"), [(0.05, False), (500.0, True)], ids=["late", "suspended"]
 )
 def test_what_arrives_while_a_machine_is_suspended_comes_in_time(ended_at, expected):
     clock, looks = Clock(), iter([False, False, True])

@@ -1,8 +1,8 @@
 """A simulated cluster: servers, the requests between them, and what goes wrong there.
 
 Each request and each answer takes a time of its own, so that they overtake each other.
-Where a server's bandwidth is limited, frames and arrays also take their size over the
-bandwidth, one message after another.
+Where a server's bandwidth is limited, the frames and arrays of messages share it, see
+`Link`.
 Over a cut, messages wait until it heals, as TCP repeats them. If a connection breaks,
 requests or their answers are lost and the senders get an error.
 """
@@ -83,6 +83,73 @@ def shown(fields):
     return ", ".join(words)
 
 
+class Link:
+    """The link of a server, whose bandwidth the messages on it share equally.
+
+    Dask has a connection for each request that waits for its answer, so no message
+    waits for another one to pass, and a small one passes soon.
+
+    Args:
+        network: The network.
+        bandwidth: Bytes per second, in both directions together.
+    """
+
+    def __init__(self, network, bandwidth):
+        self.bandwidth = bandwidth
+        self._network = network
+        self._world = network.world
+        self._now = self._world.now  # when `_passed` was right
+        self._passed = 0.0  # bytes of a message that was on the link all the time
+        self._messages = {}  # `_passed` when it has passed, what is done then; by number
+        self._numbers = itertools.count()
+        self._planned = 0  # changes of the messages
+
+    def carry(self, nbytes, passed):
+        """Put a message on the link; return what takes it off again.
+
+        Args:
+            nbytes: Its size.
+            passed: Called once it has passed.
+        """
+        number = next(self._numbers)
+        self._proceed()
+        self._messages[number] = self._passed + nbytes, passed
+        self._plan()
+
+        def take_off():
+            self._proceed()
+            self._messages.pop(number, None)
+            self._plan()
+
+        return take_off
+
+    def _proceed(self):
+        before, self._now = self._now, self._world.now
+        if self._messages:
+            carried_bytes = (self._now - before) * self.bandwidth
+            self._passed += carried_bytes / len(self._messages)
+
+    def _plan(self):
+        """Let the next message pass at its time, unless the messages change before."""
+        self._planned += 1
+        if self._messages:
+            end = min(end for end, _ in self._messages.values())
+            left_bytes = max(0.0, end - self._passed) * len(self._messages)
+            over = functools.partial(self._over, self._planned)
+            process = self._network.process
+            self._world.after(left_bytes / self.bandwidth, process, over)
+
+    def _over(self, plan):
+        if plan != self._planned:
+            return
+        self._proceed()
+        number = min(self._messages, key=lambda number: self._messages[number][0])
+        end, passed = self._messages.pop(number)
+        self._passed = max(self._passed, end)
+        self._plan()
+        passed()
+
+
 class Request:
     """A request, from its server until the answer is there."""
 
@@ -96,6 +163,7 @@ class Request:
         self.target = None  # once it is on its way
         self.answered = False
         self.lost = False  # with its connection
+        self.give_up = lambda: None  # takes the answer off the links
 
     def fail(self, error):
         if not self.answer.done():
@@ -114,7 +182,8 @@ class Network:
         cuts: Pairs of addresses between which nothing passes, in this direction.
         slow: How many times as long messages from or to a server take, by address.
         latency_s: Mean time of a message.
-        bandwidth: Bytes per second to or from a server, by address; others: unlimited.
+        bandwidth: Bytes per second to and from a server, by address; others: unlimited.
+        process: Where the network itself runs.
         damage: Called with the messages of each request; returns what arrives.
         damage_sum: The same with each sum in an answer.
     """
@@ -129,8 +198,9 @@ class Network:
         self.bandwidth = {}
         self.damage = lambda messages: messages
         self.damage_sum = lambda frame: frame
-        self._free_at = {}  # when a link is free again, by address
-        self._held = []  # source, target, action, size
+        self.process = Process(world, "network")
+        self._links = {}  # by address
+        self._held = []  # source, target, action, content
         self._requests = {}
         self._numbers = itertools.count()
 
@@ -156,6 +226,7 @@ class Network:
             return await request.answer
         finally:
             self._requests.pop(number, None)
+            request.give_up()
 
     def _connect(self, request, deadline):
         """Send a request as soon as somebody listens."""
@@ -174,23 +245,37 @@ class Network:
             self._transmit(source, target, arrive, request.fields)
 
     def _transmit(self, source, target, action, content):
+        """Let a message arrive; return what takes it off the links on its way."""
         if (source.address, target.address) in self.cuts:
             self._held.append((source, target, action, content))
-        else:
-            delay_s = self.latency(source, target)
-            delay_s += self._carry_s(source, target, content)
-            self.world.after(delay_s, target.process, action)
-
-    def _carry_s(self, source, target, content):
-        """How long the links of two servers take for a message, seconds."""
+            return lambda: None
+        delay_s = self.latency(source, target)
+        arrive = functools.partial(self.world.after, delay_s, target.process, action)
         ends = {source.address, target.address} & self.bandwidth.keys()
-        if not ends:
-            return 0.0
-        now = self.world.now
-        for end in ends:  # a slow link at one end does not occupy that at the other
-            free_at = max(now, self._free_at.get(end, now))
-            self._free_at[end] = free_at + size_of(content) / self.bandwidth[end]
-        return max(self._free_at[end] for end in ends) - now
+        nbytes = size_of(content) if ends else 0
+        if not nbytes:
+            arrive()
+            return lambda: None
+        carrying = set(ends)
+
+        def passed(end):
+            carrying.remove(end)
+            if not carrying:
+                arrive()
+
+        # A slow link at one end does not occupy that at the other.
+        take_off = [
+            self._link(end).carry(nbytes, functools.partial(passed, end))
+            for end in sorted(ends)
+        ]
+        return lambda: [end() for end in take_off]
+
+    def _link(self, address):
+        bandwidth = self.bandwidth[address]
+        link = self._links.get(address)
+        if link is None or link.bandwidth != bandwidth:
+            link = self._links[address] = Link(self, bandwidth)
+        return link
 
     def _arrive(self, request):
         target = request.target
@@ -221,7 +306,12 @@ class Network:
             elif not request.answer.done():
                 request.answer.set_result(answer)
 
-        self._transmit(request.target, request.source, arrive, answer)
+        take_off = self._transmit(request.target, request.source, arrive, answer)
+        if request.number in self._requests:
+            # Dask sends all of a request even if it is given up, but not its answer.
+            request.give_up = take_off
+        else:
+            take_off()
 
     # ---- faults
 

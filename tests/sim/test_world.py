@@ -1,6 +1,7 @@
 """The simulated world itself: one seed, one trace; time, threads and connections."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -256,3 +257,60 @@ def test_a_server_that_is_not_there_is_tried_for_a_while(world, network):
 
     assert answers == ["timed out trying to connect to tcp://nobody:1"]
     assert world.now == pytest.approx(30.0, abs=1.0)
+
+
+# ---- narrow links
+
+
+def arrivals(world, network, echo, sizes):
+    """When messages of these sizes arrive over a link of 100 bytes per second."""
+    server, got = echo
+    network.bandwidth[server.address] = 100.0
+    handler, arrived_at = server.handlers["echo"], {}
+
+    async def noting(value, **fields):
+        arrived_at[len(value)] = world.now
+        return {"value": None, "echoed": await handler(value, **fields) is None}
+
+    server.handlers["echo"] = noting
+    for size in sizes:
+        asked(server_of(network, f"asker-{size}"), server.address, bytes(size))
+    world.run(lambda: len(got) == len(sizes), HOUR_S)
+    return [arrived_at[size] for size in sizes]
+
+
+def test_messages_share_a_narrow_link_equally(world, network, echo):
+    arrived_at = arrivals(world, network, echo, [1000, 100, 500, 0])
+
+    # 100 bytes of each of the three; 400 more of two of them; the last 500.
+    assert arrived_at == pytest.approx([16.0, 3.0, 11.0, 0.0], abs=0.1)
+
+
+def test_a_message_passes_the_links_of_both_ends(world, network, echo):
+    network.bandwidth["tcp://asker-1000:1"] = 40.0
+    arrived_at = arrivals(world, network, echo, [1000, 500])
+
+    assert arrived_at == pytest.approx([25.0, 10.0], abs=0.1)
+
+
+def test_an_answer_that_nobody_waits_for_leaves_the_link(world, network, echo):
+    server, _ = echo
+    network.bandwidth[server.address] = 100.0
+
+    async def large():
+        return {"value": bytes(100_000)}
+
+    async def impatient():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5.0):
+                await network.ask(asker, server.address, "large", {})
+        await network.ask(asker, server.address, "echo", {"value": bytes(100)})
+        ended_at.append(world.now)
+
+    server.handlers["large"] = large
+    asker, ended_at = server_of(network), []
+    asker.start(impatient())
+
+    world.run(lambda: bool(ended_at), HOUR_S)
+
+    assert ended_at == pytest.approx([7.0], abs=0.1)

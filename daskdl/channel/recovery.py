@@ -25,7 +25,11 @@ from daskdl.errors import ChannelError
 
 logger = logging.getLogger(__name__)
 
-MISSING_AFTER_S = 1.0  # an update delayed for longer counts as dropped
+# An update delayed for longer counts as dropped. If it arrives before the answer to a
+# request, or the answer is late, the link is slow, and requests make it slower: the
+# time doubles, up to the timeout of a request. Each answer that brings updates halves
+# it.
+MISSING_AFTER_S = 1.0
 CHECK_S = 0.25  # between two checks for missing updates
 # Origins whose updates are requested concurrently: an answer has up to `BATCH_BYTES`,
 # so that at most 64 MiB are in flight.
@@ -51,6 +55,8 @@ class Repairs:
         self._put = put
         self._missing_since: dict[tuple[int, int], float] = {}  # or last requested
         self._failures: dict[int, int] = {}  # consecutive requests without updates
+        # By origin, after which time its updates count as dropped, seconds.
+        self._missing_after_s: dict[int, float] = {}
 
     async def run(self) -> None:
         """Request missing updates until cancelled.
@@ -101,7 +107,7 @@ class Repairs:
         self._missing_since = {k: self._missing_since.get(k, now) for k in keys}
         due: dict[int, list[int]] = {}
         for (origin, sequence), since in self._missing_since.items():
-            if now - since >= MISSING_AFTER_S:
+            if now - since >= self._missing_after_s.get(origin, MISSING_AFTER_S):
                 self._missing_since[origin, sequence] = now
                 due.setdefault(origin, []).append(sequence)
         return due
@@ -222,11 +228,13 @@ class Repairs:
             origin=origin,
             sequences=list(sequences),
         )
-        bound = self._connection.spec.timeouts.request
+        bound_s = self._connection.spec.timeouts.request
         try:
-            async with time_limit(bound):
+            async with time_limit(bound_s):
                 answer = await asking
-        except OSError:  # a TimeoutError is one
+        except OSError as error:  # a TimeoutError is one
+            if isinstance(error, TimeoutError):
+                self._adapt(origin, 2)
             return None
         # The answer may be unreadable.
         with contextlib.suppress(TypeError, ValueError, LookupError):
@@ -235,7 +243,15 @@ class Repairs:
         messages = [m for m in messages if (m.kind, m.origin) == wanted]
         taken = await self._put(messages)  # `repaired` may change meanwhile
         self.repaired += sum(taken)
+        if messages:
+            self._adapt(origin, 1 / 2 if any(taken) else 2)
         return len(messages)
+
+    def _adapt(self, origin: int, factor: float) -> None:
+        """Change the time after which updates of an origin count as dropped."""
+        after_s = factor * self._missing_after_s.get(origin, MISSING_AFTER_S)
+        longest_s = max(self._connection.spec.timeouts.request, MISSING_AFTER_S)
+        self._missing_after_s[origin] = min(max(after_s, MISSING_AFTER_S), longest_s)
 
 
 # By replica and origin. A replica's own updates count as received.

@@ -189,13 +189,15 @@ class RemoteChannel(Channel):
         worker: str | None,
         operation: str,
         bound: Bound | None,
+        in_vain: Callable[[], bool] = lambda: False,
         **fields: Any,
     ) -> Any:
-        """Send a request and wait for the answer."""
+        """Send a request and wait for the answer, unless the wait is `in_vain`."""
         asking = self._connection.ask(worker, operation, **fields)
         future = self._connection.start(asking)
         future.add_done_callback(lambda _: self._inbox.wake())
-        self._timed(cause, future.done, None if bound is None else bound.seconds)
+        ready = lambda: future.done() or in_vain()  # noqa: E731
+        self._timed(cause, ready, None if bound is None else bound.seconds)
         if not future.done():
             future.cancel()
             raise TimeoutError("no answer")
@@ -231,16 +233,36 @@ class RemoteChannel(Channel):
         return answer
 
     def _ask_worker(
-        self, cause: WaitCause, worker: str, operation: str, **fields: Any
+        self,
+        cause: WaitCause,
+        worker: str,
+        operation: str,
+        bound: Bound | None = None,
+        **fields: Any,
     ) -> Mapping[str, Any]:
         """Send another worker a request, once.
+
+        Args:
+            cause: Counter that the wait is added to.
+            worker: Address of the worker.
+            operation: Name of the operation.
+            bound: Longest wait, unless the worker's replicas are lost before; None:
+                ``daskdl.timeouts.request``.
+            **fields: Fields of the message.
 
         Returns:
             The worker's answer, or a substitute with the reason for its absence.
         """
-        bound = self._timeouts.bound("request")
+        bound = bound or self._timeouts.bound("request")
         try:
-            answer = self._answer(cause, worker, operation, bound, **fields)
+            answer = self._answer(
+                cause,
+                worker,
+                operation,
+                bound,
+                in_vain=lambda: worker not in self._routing.workers.values(),
+                **fields,
+            )
             why = f"it answered {answer!r}"
         except OSError as error:
             answer, why = None, str(error)
@@ -509,7 +531,11 @@ class RemoteChannel(Channel):
         return self._fetch(WaitCause.FETCH, replica, name)
 
     def _fetch(self, cause: WaitCause, replica: int, name: str) -> Arrays | None:
-        """Fetch a blob; None if the replica is gone, or the snapshot was dropped."""
+        """Fetch a blob; None if the replica is gone, or the snapshot was dropped.
+
+        A part may take long on a slow link. It would never arrive if it was requested
+        again each time: the answer to the former request is dropped.
+        """
         forms, parts, count = (), list[Any](), 1
         deadline = self._now() + self._patience.seconds
         while len(parts) < count:
@@ -521,6 +547,7 @@ class RemoteChannel(Channel):
                 cause,
                 worker,
                 protocol.FETCH,
+                self._patience,
                 replica=replica,
                 name=name,
                 part=len(parts),

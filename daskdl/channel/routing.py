@@ -349,7 +349,7 @@ class Routing(ABC):
         if not self.relayed:
             self.to_scheduler.pace_for(len(workers))
             self.to_scheduler.wake()  # a joining replica waits for the acknowledgement
-            self.inbox.wake()
+        self.inbox.wake()
 
     def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         """Return kept updates for a replica that lacks them, ascending. Event loop."""

@@ -439,7 +439,7 @@ class Outbox:
             self.added += 1
         self.on_append()
 
-    def head(self, limit_bytes: int) -> list[Message]:
+    def head(self, limit_bytes: float) -> list[Message]:
         """Return the oldest messages, up to a number of bytes but at least one."""
         with self._lock:
             batch: list[Message] = []
@@ -556,6 +556,9 @@ class RetransmitBuffer:
 RECENT = 16
 
 BATCH_BYTES = 4 * 2**20  # below Dask's 10 MiB offload to its one helper thread
+# Part of the timeout of a request for which its answer is prompt. Several senders may
+# share a slow link.
+PROMPT = 0.25
 ATTEMPTS = 2  # a request without an answer is sent again: receivers drop duplicates
 
 BACK_OFF = 16  # longest pause between requests to a full destination, in paces
@@ -565,6 +568,10 @@ Send = Callable[[Sequence[Message]], Awaitable[int]]
 
 class SendLoop:
     """Sends the messages of an outbox in order.
+
+    Batches are as large as the link carries in a part of the timeout of a request: the
+    first has one message, each prompt answer doubles the size of the next one, up to
+    `BATCH_BYTES`, and a late answer reduces it.
 
     Args:
         outbox: The outbox.
@@ -600,6 +607,7 @@ class SendLoop:
         self.bound = bound
         self._destination = destination
         self._wake = asyncio.Event()
+        self._batch_bytes = 0.0  # a batch has at least one message
         self._answered_at: float | None = None  # time of the last answer, loop's clock
 
     def wake(self) -> None:
@@ -616,8 +624,7 @@ class SendLoop:
                 async with asyncio.timeout(self.beat_s):
                     await self._wake.wait()
             self._wake.clear()
-            batch = self._outbox.head(BATCH_BYTES)
-            accepted = await self._send_with_retry(batch)
+            batch, accepted = await self._send_batch()
             self._outbox.drop(accepted)
             if len(self._outbox):
                 self._wake.set()
@@ -627,32 +634,48 @@ class SendLoop:
             pause_s = min(2 * pause_s, longest_s) if full else self._pace_s
             await asyncio.sleep(pause_s)
 
-    async def _send_with_retry(self, batch: Sequence[Message]) -> int:
+    async def _send_batch(self) -> tuple[Sequence[Message], int]:
+        """Send the oldest messages; return them, and how many were accepted."""
         bound = self.bound
+        now = asyncio.get_running_loop().time
         for attempt in range(1, ATTEMPTS + 1):
+            batch, began_at = self._outbox.head(self._batch_bytes), now()
             try:
                 async with time_limit(bound.seconds):
                     accepted = await self._send(batch)
             except TimeoutError:
                 if attempt == ATTEMPTS:
-                    raise self._unanswered(len(batch), bound) from None
+                    raise self._unanswered(bound) from None
+                self._batch_bytes = 0.0
             except OSError:
                 if attempt == ATTEMPTS:
                     raise
             else:
-                self._answered_at = asyncio.get_running_loop().time()
-                return accepted
+                self._answered_at = now()
+                if batch:
+                    self._resize(batch, self._answered_at - began_at)
+                return batch, accepted
         raise AssertionError("every attempt returns or raises")
 
-    def _unanswered(self, items: int, bound: Bound) -> WaitTimeoutError:
+    def _resize(self, batch: Sequence[Message], took_s: float) -> None:
+        """Adapt the size of the next batch to the time that the last one took."""
+        sent_bytes = sum(message.nbytes + MESSAGE_BYTES for message in batch)
+        prompt_s = PROMPT * self.bound.seconds
+        if took_s > prompt_s:
+            self._batch_bytes = sent_bytes * prompt_s / took_s
+        else:
+            longest = 2 * max(self._batch_bytes, sent_bytes)
+            self._batch_bytes = min(longest, BATCH_BYTES)
+
+    def _unanswered(self, bound: Bound) -> WaitTimeoutError:
         now = asyncio.get_running_loop().time()
+        items = len(self._outbox)
         last = (
             "it never answered before"
             if self._answered_at is None
             else f"its last answer was {now - self._answered_at:.1f} s ago"
         )
         return WaitTimeoutError(
-            f"{self._destination} did not answer within {bound}, {ATTEMPTS} "
-            f"times, to {items} messages ({self._outbox.nbytes} bytes are queued); "
-            f"{last}"
+            f"{self._destination} did not answer within {bound}, {ATTEMPTS} times; "
+            f"{items} messages ({self._outbox.nbytes} bytes) are queued; {last}"
         )

@@ -121,6 +121,20 @@ async def test_an_update_that_arrives_meanwhile_is_not_requested(inbox, peers):
 
 
 @with_repairs
+async def test_updates_that_arrive_before_the_answer_are_requested_less_often(
+    inbox, peers
+):
+    """So it is while a link is slow."""
+    peers.answered = [item_of(sparse(1, 4, [1])).to_wire()]  # it is not taken
+    turns = [await peers.at(turn * MISSING_AFTER_S) for turn in range(1, 8)]
+    peers.answered = [item_of(sparse(1, 2, [1])).to_wire()]
+    turns += [await peers.at(turn * MISSING_AFTER_S) for turn in range(8, 20)]
+
+    asked_at = [turn for turn, asked in enumerate(turns, 1) if asked]
+    assert asked_at == [1, 3, 7, 15, 19]  # the time doubles, and halves
+
+
+@with_repairs
 async def test_an_announced_update_is_missed_without_a_later_update(inbox, peers):
     inbox.process_control(control(MessageKind.PROGRESS, 1, 9, payload=0, sequence=5))
     await peers.at(0)

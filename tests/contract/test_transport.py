@@ -173,8 +173,7 @@ def test_two_lost_answers_are_an_error_that_names_the_destination_and_the_backlo
                 await asyncio.wait_for(task, PATIENCE_S)
         assert str(caught.value) == (
             "replica 7 did not answer within 0.02 s (daskdl.timeouts.request), 2 "
-            f"times, to 2 messages ({2 * EACH} bytes are queued); "
-            "it never answered before"
+            f"times; 2 messages ({2 * EACH} bytes) are queued; it never answered before"
         )
 
     asyncio.run(body())

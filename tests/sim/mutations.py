@@ -60,7 +60,7 @@ MUTATIONS = {
     ),
     "no missing update is requested": Mutation(
         "daskdl.channel.recovery",
-        "if now - since >= MISSING_AFTER_S:",
+        "if now - since >= self._missing_after_s.get(origin, MISSING_AFTER_S):",
         "if False:",
     ),
     "replicas compare before a relay has passed all updates on": Mutation(

@@ -100,7 +100,7 @@ class Link:
         self._world = network.world
         self._now = self._world.now  # when `_passed` was right
         self._passed = 0.0  # bytes of a message that was on the link all the time
-        self._messages = {}  # `_passed` when it has passed, what is done then; by number
+        self._messages = {}  # `_passed` at its end, and what is done then; by number
         self._numbers = itertools.count()
         self._planned = 0  # changes of the messages
 

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from daskdl.channel import protocol
+from daskdl.channel.protocol import Message
 from daskdl.channel.remote import JOIN_PACE_S
 from daskdl.channel.run_state import MAX_READERS
+from daskdl.channel.transport import Outbox, SendLoop
+from daskdl.config import Bound
 from tests.sim.cluster import run_simulated, simulated
 from tests.support.channels import (
     EITHER,
@@ -69,6 +72,49 @@ async def test_a_snapshot_that_takes_longer_than_a_request_may_arrives(
         assert len(snapshot["ballast"]) == PARTS * PART_BYTES - 4 * SIZE
         assert len(served) == 1
         assert [fields["part"] for fields in requests] == [*range(PARTS)]
+
+
+@EITHER
+@simulated(2)
+async def test_a_part_that_takes_longer_than_a_request_may_is_requested_once(
+    c, s, a, b, routing, monkeypatch
+):
+    async with a_run(c, s, a, b, timeouts=BOUNDS, routing=routing) as run:
+        serve(run.channels[0])
+        requests = recorded(a.handlers, "daskdl_fetch", monkeypatch)
+        _, newcomer = await run.newcomer(b)
+        s.network.bandwidth[b.address] = PART_BYTES / (1.5 * REQUEST_S)
+
+        joining = begin(newcomer.join)
+        await wait_until(lambda: run.link(0).snapshot_requests)
+        run.channels[0].check()
+        await joining
+
+        assert [fields["part"] for fields in requests] == [*range(PARTS)]
+
+
+@simulated(1)
+async def test_a_batch_is_as_large_as_a_slow_link_carries_promptly(c, s, a):
+    outbox, sizes = Outbox(math.inf), []
+    each_s, lost = 0.3, [6]
+
+    async def send(batch):
+        sizes.append(len(batch))
+        await asyncio.sleep(1000 if len(batch) in lost else each_s * len(batch))
+        return len(batch)
+
+    for sequence in range(1, 25):
+        outbox.append(Message("update", 0, sequence, 0, nbytes=100))
+    bound = Bound(4 * REQUEST_S, ("request",))
+    destination = {"bound": bound, "destination": "replica 7"}
+    loop = SendLoop(outbox, send, pace_s=0.0, beat_s=1e3, **destination)
+    loop.wake()
+    sending = asyncio.ensure_future(loop.run())
+    await wait_until(lambda: not len(outbox))
+    sending.cancel()
+
+    # Four take too long, three do not. The first one is sent alone after a timeout.
+    assert sizes == [1, 2, 4, 3, 6, 1, 2, 4, 3, 4]
 
 
 @EITHER

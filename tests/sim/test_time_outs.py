@@ -78,7 +78,7 @@ async def test_a_wait_ends_with_the_error_of_an_unanswered_heartbeat(
 
         assert re.match(
             r"the scheduler did not answer within 0\.5 s "
-            r"\(daskdl\.timeouts\.request\), 2 times, to 0 messages",
+            r"\(daskdl\.timeouts\.request\), 2 times; 0 messages",
             str(caught.value),
         )
         released.set()

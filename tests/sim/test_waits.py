@@ -263,6 +263,7 @@ async def test_a_joining_replica_does_not_hold_up_the_others_while_it_waits(c, s
         donor.serve_snapshot(applied_by(donor))
         serving = begin(donor.wait_for_updates, {1: 6})
         assert (await joining).snapshot["total_N"].tolist()[0] == 5
+        await in_thread(peer.has_room, wait=True)
         assert publish(peer)
         await serving
         await in_thread(newcomer.wait_for_updates, {1: 6})

@@ -106,10 +106,10 @@ class PacedParts(Parts):
         self._world, self._mean_s, self._on_load = world, mean_s, on_load
 
     @override
-    def _load(self, part):
+    def load(self, part):
         self._on_load()
         self._world.current.sleep(self._mean_s * self._world.random.uniform(0.5, 1.5))
-        return super()._load(part)
+        return super().load(part)
 
 
 @dataclass

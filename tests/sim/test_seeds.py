@@ -5,6 +5,7 @@
 
 import contextlib
 import logging
+from collections import Counter
 from unittest.mock import Mock
 
 import pytest
@@ -121,6 +122,17 @@ def test_some_seeds_stop_the_fit_early():
     stopped = [plan for plan in drawn if plan.setup.stops]
     after = {f.kind for plan in stopped for f in plan.faults if f.moment == "stop"}
     assert after == {*scenario.AFTER_STOP}
+
+
+def test_a_replica_takes_its_time_to_load_validation_data():
+    cluster, moments = Cluster(0, Setup(epochs=2, validation=(4,) * 6)), Counter()
+    cluster.on_moment = lambda moment, worker=None: moments.update([moment])
+    try:
+        cluster.fit(100.0)
+    finally:
+        cluster.close()
+
+    assert moments["validate"] == 2 * 6
 
 
 def test_a_violation_names_its_seed_the_last_events_and_the_command(monkeypatch):

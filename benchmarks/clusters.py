@@ -151,7 +151,7 @@ def _open_run(
         "timeouts": vars(timeouts),
         "relayed": ROUTINGS[routing].relayed,
         "intervals": WHOLE_EPOCHS,
-        "merge_s": MERGE_S if routing == "merged" else 0.0,
+        "merge_s": MERGE_S if ROUTINGS[routing].merges else 0.0,
         "parameters": size,  # as in a fit: the bound of a queue depends on it
     }
     client.sync(client.scheduler.daskdl_open, spec=spec, client=client.id)

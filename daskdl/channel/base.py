@@ -139,7 +139,6 @@ class Channel(ABC):
     merges: bool = False
 
     def __init__(self, inbox: Inbox, spec: ChannelSpec) -> None:
-        self.merges = spec.routing == "merged"
         self._inbox = inbox
         self.clock = inbox.clock
         self.on_wait: Callable[[WaitCause, float, float], object] = lambda *wait: None

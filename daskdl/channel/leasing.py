@@ -165,8 +165,8 @@ class RunSpec:
         secret: In each request about the run, see `check_secret`.
         merge_s: Longest time that updates wait in the relay for those of the other
             replicas, to be sent as their sum, seconds; see `RunState.due`. 0: they do
-            not wait, and are sent one by one. No effect if replicas are synchronous:
-            sums would round local otherwise.
+            not wait, and are sent one by one. Only for a relay, and not if replicas are
+            synchronous: sums would round local otherwise.
         sum_fan_out: Most workers to which the scheduler, or another worker, sends a
             large sum.
         parameters: Number of trainable parameters; 0: unknown.
@@ -196,7 +196,7 @@ class RunSpec:
     @property
     def merges(self) -> bool:
         """Whether the relay sends sums of updates."""
-        return self.merge_s > 0 and self.relayed and not self.synchronous
+        return self.merge_s > 0
 
     @property
     def queue_bytes(self) -> int:
@@ -227,6 +227,10 @@ class RunSpec:
             raise ValueError("a run needs replicas, and data to train on")
         if any(len(rows) != len(keys) for rows, keys, *_ in spec.sizes.values()):
             raise ValueError("each part has one number of rows and one key")
+        if spec.merges and (spec.synchronous or not spec.relayed):
+            raise ValueError(
+                "only a relay merges updates, and not of synchronous replicas"
+            )
         Timeouts(**spec.timeouts)
         return spec
 

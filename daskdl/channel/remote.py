@@ -74,6 +74,7 @@ class RemoteChannel(Channel):
         self._connection = endpoint.connection
         self._now = endpoint.connection.clock.now
         self._routing = endpoint.routing
+        self.merges = endpoint.routing.merges
         self._make: MakeSnapshot | None = None  # makes a snapshot; None: not now
         self._passed_on = 0  # number of the last barrier, see `RunState`
         self._repaired = self._blob_bytes = 0  # at the last `stats`

@@ -268,8 +268,10 @@ class Routing(ABC):
         inbox: Inbox of this replica; woken when there may be room again.
 
     Attributes:
-        relayed: Whether the scheduler relays updates: they then arrive in order, and an
-            update of a failed replica reaches all replicas or none.
+        relayed: Whether the scheduler relays updates: they then arrive in order, unless
+            it `merges` them, and an update of a failed replica reaches all replicas or
+            none.
+        merges: Whether the scheduler sends sums of updates.
         generation: Generation of the membership; 0 before the first membership.
         workers: Address of the worker of each member.
         own_kept: Updates of this replica that others may request again.
@@ -283,6 +285,7 @@ class Routing(ABC):
     """
 
     relayed: ClassVar[bool]
+    merges: ClassVar[bool] = False
     generation: int
     workers: Mapping[int, str]
     own_kept: RetransmitBuffer
@@ -513,6 +516,12 @@ class RelayRouting(Routing):
         return super().publish(message, force=force)
 
 
+class MergedRouting(RelayRouting):
+    """Routes updates to the scheduler, which sends their sums to all replicas."""
+
+    merges = True
+
+
 # Scaling up by 32 workers makes 32 generations within a second, while frames of the
 # earliest are still in flight. A generation of 128 members takes 1 KB.
 GENERATIONS_KEPT = 32
@@ -626,6 +635,6 @@ class MeshRouting(Routing):
 # Routings by the name of the option.
 ROUTINGS: dict[str, type[Routing]] = {
     "plain": RelayRouting,
-    "merged": RelayRouting,
+    "merged": MergedRouting,
     "mesh": MeshRouting,
 }

@@ -310,7 +310,7 @@ class ReplicaEndpoint:
             spec.size,
             spec.grid,
             spec.inbox_bytes,
-            in_order=spec.routing == "plain",
+            in_order=routing.relayed and not routing.merges,
             in_step=spec.in_step,
             clock=transport.clock,
             replica=spec.replica,

@@ -477,14 +477,15 @@ class DaskBackend(Backend):
 
     def _open(self) -> None:
         """Open the run on the scheduler."""
+        routing = ROUTINGS[self._routing]
         run = run_spec_of(
             self._spec,
             self.workers,
             {phase: placement.source for phase, placement in self._supplies.items()},
             {phase: placement.keys for phase, placement in self._supplies.items()},
-            ROUTINGS[self._routing].relayed,
+            routing.relayed,
             RELAY_BYTES,
-            MERGE_S if self._routing == "merged" else 0.0,
+            MERGE_S if routing.merges else 0.0,
         )
         self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)
 

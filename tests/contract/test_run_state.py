@@ -1008,6 +1008,16 @@ def test_a_plan_and_its_sync_point_survive_the_wire():
     assert again.order != dataclasses.replace(again, seed=5).order
 
 
+@pytest.mark.parametrize("option", [{"synchronous": True}, {"relayed": False}])
+def test_only_a_relay_merges_and_no_updates_of_synchronous_replicas(option):
+    plan = plan_of(2, merge_s=0.1, **option)
+
+    with pytest.raises(
+        ValueError, match="only a relay merges updates, and not of sync"
+    ):
+        RunSpec.from_wire(vars(plan))
+
+
 # ---- joining replicas in a mesh
 
 

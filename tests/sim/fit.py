@@ -119,7 +119,7 @@ class Setup:
     Attributes:
         workers: How many workers there are at first.
         replicas: Replicas on each worker.
-        routing: ``"plain"`` or ``"mesh"``.
+        routing: Name of one of `ROUTINGS`.
         master: Trains.
         lengths: Rows of the parts.
         validation: Rows of the parts of the validation data; empty: there are none.
@@ -128,8 +128,8 @@ class Setup:
         stops: After which steps a callback stops the fit, counted over all replicas.
         start_s: Longest time until a task starts.
         build_s: Longest time that a replica takes to build its model.
-        merge_s: Longest time that updates wait in a relay for others, to be sent as
-            their sum.
+        merge_s: If the routing merges, the longest time that updates wait in the relay
+            for others, to be sent as their sum.
         forgets: Share of own updates that a replica no longer keeps when it has to
             subtract them from a sum.
         inline_bytes: Larger updates are decoded, and sums made and read, in a thread.
@@ -278,14 +278,17 @@ class Client(Server):
         setup, workers = self.setup, list(self._cluster.workers.values())
         places = [w for _ in range(setup.replicas) for w in workers]
         there = dict(enumerate(worker.address for worker in places))
-        relayed = ROUTINGS[setup.routing].relayed
+        routing = ROUTINGS[setup.routing]
         run = run_spec_of(
-            self.spec, there, self._sources, None, relayed, setup.relay_bytes
+            self.spec,
+            there,
+            self._sources,
+            None,
+            routing.relayed,
+            setup.relay_bytes,
+            setup.merge_s if routing.merges else 0.0,
         )
-        run = dataclasses.replace(
-            run, merge_s=setup.merge_s, sum_fan_out=setup.sum_fan_out
-        )
-        self.routing = "merged" if run.merges else setup.routing
+        run = dataclasses.replace(run, sum_fan_out=setup.sum_fan_out)
         await self._ask(protocol.OPEN, spec=vars(run), client=self.name)
         self._cluster.opened()
         for replica, address in there.items():
@@ -411,7 +414,7 @@ class Client(Server):
         of_replica = dataclasses.replace(spec, model=Weights())
         channel = WatchedChannel(
             worker.plugin,
-            of_replica.channel_spec(replica, self.routing),
+            of_replica.channel_spec(replica, self.setup.routing),
             oracle,
         )
         channel.on_publish = functools.partial(

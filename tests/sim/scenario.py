@@ -187,7 +187,7 @@ class Scenario:
             in_step = scenario.setup.master.synchronous
             scenario.setup = replace(
                 scenario.setup,
-                routing=scenario.setup.routing if in_step else "plain",
+                routing=scenario.setup.routing if in_step else "merged",
                 merge_s=merge_s,
                 forgets=chance.choice([0.0, 0.0, 0.1]),
                 inline_bytes=inline_bytes,

@@ -52,7 +52,7 @@ def checks_of_fit(**options):
 
 @pytest.mark.parametrize("inline_bytes", [0, 2**20], ids=["thread", "inline"])
 def test_most_updates_of_a_fit_arrive_in_sums(inline_bytes):
-    checks = checks_of_fit(merge_s=0.1, inline_bytes=inline_bytes)
+    checks = checks_of_fit(routing="merged", merge_s=0.1, inline_bytes=inline_bytes)
 
     assert checks["shared is the sum of the updates"] > 0
     assert checks["updates taken in sums"] > checks["updates taken once"] / 2
@@ -192,7 +192,9 @@ def test_nothing_waits_in_vain_for_others_to_be_merged():
     master = GradientSharing(
         FixedThreshold(2.0**-6), KeepResidual(), exchange_every=4, max_staleness=1
     )
-    checks = checks_of_fit(merge_s=1000.0, master=master, step_s={0: 0.02, 1: 0.2})
+    checks = checks_of_fit(
+        routing="merged", merge_s=1000.0, master=master, step_s={0: 0.02, 1: 0.2}
+    )
 
     assert checks["updates taken in sums"] > 0
 

@@ -234,7 +234,10 @@ def settings(replicas, pieces=None, relay_bytes=2**20, **options):
     names = {"min_replicas", "synchronous", "intervals", "merge_s", "sum_fan_out"}
     names &= options.keys()
     plan = {name: options.pop(name) for name in names}
-    spec = dataclasses.replace(SPEC, **{"timeouts": TIMEOUTS, "fan_out": 1, **options})
+    defaults = {"timeouts": TIMEOUTS, "fan_out": 1}
+    if "merge_s" in plan:
+        defaults["routing"] = "merged"
+    spec = dataclasses.replace(SPEC, **{**defaults, **options})
     run = plan_of(
         replicas,
         pieces or {"train": ()},
@@ -244,7 +247,7 @@ def settings(replicas, pieces=None, relay_bytes=2**20, **options):
         relayed=ROUTINGS[spec.routing].relayed,
         **plan,
     )
-    return dataclasses.replace(spec, routing="merged") if run.merges else spec, run
+    return spec, run
 
 
 def token_of(replica):

@@ -25,7 +25,7 @@ from daskdl.channel.protocol import (
     unwrap,
 )
 from daskdl.channel.transport import CLOCK, Clock, extended
-from daskdl.codec import DenseUpdate, SparseUpdate, Stamp, Summand, SumUpdate, Update
+from daskdl.codec import DenseUpdate, Stamp, Summand, SumUpdate, Update
 from daskdl.compression.replica_vector import count_of, fold_, to_grid
 from daskdl.errors import CodecError
 
@@ -828,7 +828,7 @@ def on_grid(update: Update, message: Message, grid: float) -> Update:
 
 
 def sum_on_grid(
-    total: SumUpdate, originals: Iterable[SparseUpdate], grid: float
+    total: SumUpdate, originals: Iterable[Update], grid: float
 ) -> DenseUpdate:
     """Return a sum without some of its updates, in steps of a grid.
 
@@ -838,6 +838,9 @@ def sum_on_grid(
     counts_N = np.zeros(total.size, np.int32)
     total.add_(counts_N, count_of(total.threshold, grid))
     for original in originals:
+        if isinstance(original, DenseUpdate):
+            counts_N -= to_grid(original, grid).counts_N
+            continue
         levels_K = original.levels_K
         levels_K = np.empty(0, np.uint8) if levels_K is None else levels_K
         steps = -count_of(original.threshold, grid)

@@ -202,10 +202,10 @@ class RunSpec:
     def queue_bytes(self) -> int:
         """Bound on the relay's queue for each replica, bytes.
 
-        With merging, there is room for about two sums: a sum takes 0.65 bytes per
-        parameter with 32 replicas, and 1.1 with 256.
+        With merging, there is room for what is sent together, twice: a sum of dense
+        updates, of up to four bytes per parameter, and one of others, of up to two.
         """
-        return max(self.relay_bytes, 2 * self.parameters * self.merges)
+        return max(self.relay_bytes, 12 * self.parameters * self.merges)
 
     @property
     def label(self) -> str:

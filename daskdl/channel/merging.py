@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from daskdl import codec
 from daskdl.channel.protocol import WIRE_BYTES, Message, MessageKind, unwrap
-from daskdl.codec import Kind, SparseUpdate, SumEncoder, SumUpdate
-from daskdl.codec.frame import SPARSE
+from daskdl.codec import DenseUpdate, SumEncoder, SumUpdate, Update
 from daskdl.errors import CodecError
 
 # A smaller sum takes less time than the request of a worker that fetches it.
@@ -56,63 +55,80 @@ def along_tree(
     return sent
 
 
-def merged(messages: Sequence[Message], run: int) -> list[Message]:
-    """Merge updates into a sum, if that takes fewer bytes.
+def merged(messages: Sequence[Message], run: int, excess: float = 1.0) -> list[Message]:
+    """Merge updates into a sum, and dense ones into another, if that takes fewer bytes.
 
-    Dense updates, updates of another size than the first one, repeated updates, those
-    with which the sum might not fit int32, and unreadable ones stay as they are. One
-    update is decoded at a time, so memory does not grow with their number.
+    Dense updates have far smaller units than others, so that one of them would make a
+    sum of all several times as large. Updates of another size than the first one,
+    repeated updates, those with which a sum might not fit int32, and unreadable ones
+    stay as they are. One update is decoded at a time, so memory does not grow with
+    their number.
 
     Args:
         messages: Updates, and sums of earlier ones.
         run: Id of the run.
+        excess: A sum may take so many times as many bytes, since it travels along the
+            tree; with more than 1, there may be a sum of one large update.
 
     Returns:
-        The messages, or their sum, followed by those that are not in it.
+        The messages, or in their place sums, followed by those that are in none.
     """
-    encoder: SumEncoder | None = None
-    summed: list[Message] = []
+    encoders: dict[bool, SumEncoder] = {}
+    summed: dict[bool, list[Message]] = {False: [], True: []}
     left: list[Message] = []
+    size: int | None = None
     for message in messages:
         update = _addend(message, run)
-        if update is None:
+        if update is None or (size or update.size) != update.size:
             left.append(message)
             continue
-        if encoder is None:
-            encoder = SumEncoder(run, update.size)
+        size = update.size
+        is_wide = (
+            update.is_wide
+            if isinstance(update, SumUpdate)
+            else isinstance(update, DenseUpdate)
+        )
+        if is_wide not in encoders:
+            encoders[is_wide] = SumEncoder(run, size)
         try:
-            encoder.add(update, message.step)
+            encoders[is_wide].add(update, message.step)
         except CodecError:
             left.append(message)
         else:
-            summed.append(message)
-    if encoder is None or len(summed) < 2:
+            summed[is_wide].append(message)
+    sums: list[Message] = []
+    for is_wide, encoder in encoders.items():
+        singles = summed[is_wide]
+        before = sum(m.nbytes + WIRE_BYTES for m in singles)
+        most = before * excess if before > TREE_BYTES else before
+        frame = encoder.encode()
+        if frame.nbytes + WIRE_BYTES >= most or (len(singles) == 1 and most == before):
+            left += singles
+        else:
+            nbytes = frame.nbytes
+            sums.append(Message.control(MessageKind.SUM, nbytes=nbytes, payload=frame))
+    if not sums:
         return list(messages)
-    frame = encoder.encode()
-    if frame.nbytes + WIRE_BYTES >= sum(m.nbytes + WIRE_BYTES for m in summed):
-        return list(messages)
-    total = Message.control(MessageKind.SUM, nbytes=frame.nbytes, payload=frame)
-    return [total, *left]
+    return [*sums, *left]
 
 
 def fits_a_sum(message: Message) -> bool:
-    """Whether a message holds a sparse update or a sum, according to its header."""
+    """Whether a message holds an update or a sum, according to the header."""
     try:
-        return codec.read_kind(unwrap(message.payload)) in (*SPARSE, Kind.SUM)
+        codec.read_kind(unwrap(message.payload))
     except UNREADABLE:
         return False
+    return True
 
 
-def _addend(message: Message, run: int) -> SparseUpdate | SumUpdate | None:
-    """Return the sparse update, or the sum, of a message; None if none can be read."""
+def _addend(message: Message, run: int) -> Update | SumUpdate | None:
+    """Return the update, or the sum, of a message; None if none can be read."""
     try:
         frame = unwrap(message.payload)
         if message.kind == MessageKind.SUM:
             return codec.decode_sum(frame, run=run)
         update = codec.decode(frame, run=run)
     except UNREADABLE:
-        return None
-    if not isinstance(update, SparseUpdate):
         return None
     is_its_own = update.stamp[1:3] == (message.origin, message.sequence)
     return update if is_its_own else None

@@ -265,13 +265,17 @@ RECEIVE, DROP = "daskdl_receive", "daskdl_drop"
 # request to the scheduler, from a new worker
 ARRIVE = "daskdl_arrive"
 # requests to the scheduler, from a replica
-JOIN, ACTIVATE, PUBLISH = "daskdl_join", "daskdl_activate", "daskdl_publish"
+JOIN, SUBSCRIBE = "daskdl_join", "daskdl_subscribe"
+ACTIVATE, PUBLISH = "daskdl_activate", "daskdl_publish"
 LEASE, MISSING = "daskdl_lease", "daskdl_missing"
 BARRIER, FAIL, LEAVE = "daskdl_barrier", "daskdl_fail", "daskdl_leave"
 # the same; also to a worker, from a replica on another one
 FETCH_SUM = "daskdl_fetch_sum"
 OF_REPLICAS = frozenset(
-    {JOIN, ACTIVATE, PUBLISH, LEASE, MISSING, BARRIER, FAIL, LEAVE, FETCH_SUM}
+    {
+        *(JOIN, SUBSCRIBE, ACTIVATE, PUBLISH, LEASE, MISSING, BARRIER, FAIL, LEAVE),
+        FETCH_SUM,
+    }
 )
 # request to a worker, from the scheduler or from a replica on another worker
 DELIVER = "daskdl_deliver"

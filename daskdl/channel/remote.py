@@ -321,7 +321,7 @@ class RemoteChannel(Channel):
         attempt that begins in time counts, even if the process is suspended meanwhile,
         so the last one begins after the deadline. Once
         the plain values have arrived, this replica takes updates in again, while the
-        arrays arrive in parts: buffered updates would hold up the others. While all
+        arrays arrive in parts: waiting updates would hold up the others. While all
         donors serve others, nothing bounds the wait but the patience of those others,
         each of which becomes a donor or fails.
         """
@@ -336,9 +336,10 @@ class RemoteChannel(Channel):
                 reason = served.get("reason", "it has gone")
             if worker is not None and served["status"] == Answer.OK:
                 values = served["values"]
-                self._endpoint.start_from_snapshot(
-                    self._received_with(values), values["grid"], cut
-                )
+                received = self._received_with(values)
+                self._endpoint.start_from_snapshot(received, values["grid"], cut)
+                if self._routing.relayed:
+                    self._subscribe(received)
                 arrays = self._fetch(WaitCause.SNAPSHOT, donor, served["name"])
                 if arrays is not None:
                     return {**values, **arrays}
@@ -357,6 +358,11 @@ class RemoteChannel(Channel):
             answer = self._ask_to_join()
             self._endpoint.drop_early(dict(answer["cut"]))
         raise Stopped("no replica is left to take the state from")
+
+    def _subscribe(self, received: Mapping[int, Received]) -> None:
+        contained = [(origin, complete) for origin, (complete, _) in received.items()]
+        bound = self._timeouts.bound("request")
+        self._ask(WaitCause.SNAPSHOT, protocol.SUBSCRIBE, bound, contained=contained)
 
     def _ask_for_snapshot(
         self, donor: int, worker: str, cut: Mapping[int, int]

@@ -24,6 +24,7 @@ from daskdl.channel.merging import along_tree, fits_a_sum
 from daskdl.channel.protocol import (
     INT64_MAX,
     MESSAGE_BYTES,
+    UNSENT_BYTES,
     WORK,
     BarrierKind,
     GoneError,
@@ -55,8 +56,11 @@ class MemberState:
         gone: Whether the replica has left or failed, for good.
         heartbeat_at: Time of the last heartbeat, seconds on the scheduler's clock.
         progress: Last known progress.
+        sent: Progress that the others have been sent.
         steps: Last known number of steps that it has taken.
         donor: While it joins, the replica whose state it loads; None: none yet.
+        contained: While it joins, by origin, the last update in its snapshot; None: it
+            has not said so yet.
         generation: In a mesh, membership that the replica has adopted; -1: none yet.
         adopted_at: Its last update when it adopted that membership, or a later one.
         received: By origin, the update up to which all are received or not needed.
@@ -74,8 +78,10 @@ class MemberState:
     gone: bool = False
     heartbeat_at: float = 0.0
     progress: PeerProgress = AT_FIRST
+    sent: PeerProgress = AT_FIRST
     steps: int = 0
     donor: int | None = None
+    contained: Mapping[int, int] | None = None
     generation: int = -1
     adopted_at: int = 0
     received: dict[int, int] = field(default_factory=dict)
@@ -297,6 +303,8 @@ EXCESS_UPDATES = 4
 EXCESS_BYTES = 16 * 2**20
 UPDATES = MessageKind.UPDATE, MessageKind.SUM  # what can be merged
 MERGEABLE = *UPDATES, MessageKind.PROGRESS  # what may wait for others
+# What may be sent before updates that wait: none of it depends on them.
+OVERTAKING = MessageKind.STOP, MessageKind.MEMBER, MessageKind.JOINED
 MAX_NAMED = 8  # gone replicas in a message, which fits a screen
 
 
@@ -371,12 +379,17 @@ class RunState:
         self.waiting = []
         self._unmerged_bytes = 0  # of what waits, apart from the sum
         self._alone_bytes = 0  # of the updates among it that no sum can contain
-        self._summed = Counter[int]()  # updates in the sum that waits, by origin
-        self._urgent = False  # what waits need not wait any longer
+        # By origin, number of updates in the sum that waits, and the latest step.
+        self._summed, self._summed_steps = Counter[int](), Counter[int]()
+        self._urgent = 0  # so many messages of `waiting` need not wait any longer
+        self._is_held_up = False  # what waits is due, but for messages on their way
         self._sums = 0  # sent so far
         # By replica, number of messages in its queue so far with each sum that has
         # updates of the replica itself, and the number of these updates.
         self._echoes: dict[int, deque[tuple[int, int]]] = {}
+        # By joining replica, when its queue last moved or had room, and the number of
+        # messages that had left it.
+        self._moved: dict[int, tuple[float, int]] = {}
         self._agreements = 0  # completed ``AGREE`` barriers
         self._opened_at = self._enough_at = now
         self._held: list[Message] = []  # updates held back, of leaving replicas
@@ -433,8 +446,10 @@ class RunState:
     # ---- membership
 
     def join(self, replica: int, now: float, outbox: Outbox) -> None:
-        """Add a replica to the members, with an empty queue of messages to it."""
-        self.send_waiting()  # what is in the snapshot goes to the others alone
+        """Add a replica to the members, with an empty queue of messages to it.
+
+        A relay withholds updates from a joining replica, see `subscribe`.
+        """
         members = self.members
         member, started = members.replicas[replica], members.started
         if started:
@@ -448,6 +463,8 @@ class RunState:
         member.joined, member.heartbeat_at, member.joined_at = True, now, now
         self.outboxes[replica] = outbox
         if started:
+            if self.spec.relayed:
+                outbox.withhold()
             outbox.append(self._membership())
             self._send_change(replica, member.worker)
         elif members.started:
@@ -464,7 +481,8 @@ class RunState:
         member = self.members.replicas[replica]
         if member.active:  # a retried request
             return
-        self.send_waiting()
+        if self.outboxes[replica].withheld is not None:
+            self._release(replica)
         member.active = True
         member.progress = member.progress._replace(step=step)
         self._send(Message.control(MessageKind.JOINED, replica, step=step), but=replica)
@@ -517,6 +535,7 @@ class RunState:
         self.members.generation += 1
         self.outboxes.pop(replica, None)
         self._echoes.pop(replica, None)
+        self._moved.pop(replica, None)
         for leases in self.leases.values():
             leases.lose(replica)
         self._idle.pop(replica, None)
@@ -526,13 +545,21 @@ class RunState:
             self._send_change(replica, None)
         else:
             self._send(self._membership())
+        self._release_all()
         self._complete_barriers()
 
     def _send(self, message: Message, but: int | None = None) -> None:
-        merges = self.spec.merges and message.kind != MessageKind.STOP
+        if message.kind in OVERTAKING:
+            self._deliver(message, but)
+            return
         # Those that were held back may be in steps of an earlier grid.
-        if merges and not self._held and (self.waiting or message.kind in MERGEABLE):
+        merges = self.spec.merges and not self._held
+        if merges and (self.waiting or message.kind in MERGEABLE):
             self.waiting.append(message)
+            if message.kind == MessageKind.UPDATE:
+                for box in self.outboxes.values():
+                    if box.withheld is not None:
+                        box.append(message)
             self._unmerged_bytes += message.nbytes + MESSAGE_BYTES
             self._alone_bytes += _nbytes_alone([message])
             if len(self.waiting) == 1:
@@ -544,9 +571,20 @@ class RunState:
         self._deliver(message, but)
 
     def _deliver(self, message: Message, but: int | None) -> None:
+        self._note_sent([message])
         for replica, box in self.outboxes.items():
             if replica != but:
                 box.append(message)
+
+    def _note_sent(self, messages: Iterable[Message]) -> None:
+        """Note the progress in messages that the others are sent."""
+        for message in messages:
+            if message.kind in (*MERGEABLE, MessageKind.JOINED):
+                member = self.members.replicas[message.origin]
+                has_interval = message.kind == MessageKind.PROGRESS
+                interval = message.payload if has_interval else -1
+                reached = message.step, message.sequence, interval
+                member.sent = PeerProgress(*map(max, member.sent, reached))
 
     @property
     def due(self) -> bool:
@@ -555,43 +593,71 @@ class RunState:
         That is the case if each replica that trains has an update in it, but for those
         that have completed the sync interval and send no more; if the wait of a replica
         for the slowest one would end; if it takes the room of another update; if a
-        message must follow it; and if replicas have met at a barrier.
+        message must follow it; and if replicas have met at a barrier, or one joins. It
+        is not while earlier messages to most replicas are on their way: it would only
+        follow them, and what is published meanwhile can be merged with it.
         """
-        if self._urgent or not self.waiting:
-            return self._urgent
+        self._is_held_up = False
+        if not self.waiting or not self._may_go():
+            return False
+        self._is_held_up = self._is_congested()
+        return not self._is_held_up
+
+    def _is_congested(self) -> bool:
+        """Whether messages to more than half of the replicas are on their way."""
+        boxes = [box for box in self.outboxes.values() if box.withheld is None]
+        return 2 * sum(box.nbytes > UNSENT_BYTES for box in boxes) > len(boxes)
+
+    def relieve(self) -> None:
+        """Note that messages have arrived."""
+        if self._is_held_up and not self._is_congested():
+            self._is_held_up = False
+            self.on_due()
+
+    def _may_go(self) -> bool:
+        """Whether what waits is due, whatever is on its way; see `due`."""
+        if self._urgent:
+            return True
         kinds = {message.kind for message in self.waiting}
         origins = self._summed.keys() | _by_origin(self.waiting).keys()
-        busy = self._busy_steps()
+        busy = {replica for replica, _ in self._busy()}
         return (
             not kinds.issubset(MERGEABLE)
-            or len(origins) >= len(busy)
-            or bool(self._ended_waits(busy))
+            or (bool(busy) and busy <= origins)
+            or self._ends_a_wait()
         )
 
     @property
     def crowded(self) -> bool:
         """Whether updates that wait should be merged now, and their sum wait instead.
 
-        That is the case if they fill half of a queue, which has room for one sum. While
-        a replica joins, it is not: that replica needs the updates one by one.
+        That is the case if they fill half of a queue, which has room for one sum.
         """
         if 2 * self._unmerged_bytes < self.spec.queue_bytes:
             return False
+        return sum(m.kind in UPDATES for m in self.next_waiting()) > 1
+
+    def _busy(self) -> list[tuple[int, PeerProgress]]:
+        """Progress of the replicas that have not completed the sync interval."""
+        return [
+            (replica, progress)
+            for replica, progress in self.training_progress()
+            if progress.interval < self.interval
+        ]
+
+    def _ends_a_wait(self) -> bool:
+        """Whether the wait of a replica ends with what was published and not sent."""
         replicas = self.members.replicas
-        return sum(m.kind in UPDATES for m in self.next_waiting()) > 1 and all(
-            replicas[replica].active for replica in self.outboxes
+        slowest = min((reached.step for _, reached in self._busy()), default=math.inf)
+        sent = min(
+            (
+                replicas[r].sent.step
+                for r in self.members.training
+                if replicas[r].sent.interval < self.interval
+            ),
+            default=math.inf,
         )
-
-    def _busy_steps(self) -> list[int]:
-        """Steps of the replicas that have not completed the sync interval."""
-        progress = (reached for _, reached in self.training_progress())
-        return [step for step, _, interval in progress if interval < self.interval]
-
-    def _ended_waits(self, busy: Sequence[int]) -> list[MemberState]:
-        """Replicas whose waits all that was published so far ends."""
-        slowest = min(busy, default=math.inf)
-        members = self.members.replicas.values()
-        return [m for m in members if 0 < m.needed_step <= slowest and not m.gone]
+        return any(sent < m.needed_step <= slowest for m in replicas.values())
 
     def next_waiting(self) -> list[Message]:
         """Return what of `waiting` can be sent at once: up to other messages."""
@@ -607,17 +673,21 @@ class RunState:
         """
         summed, later = self.waiting[:count], self.waiting[count:]
         self._summed += _by_origin(summed)
+        for message in summed:
+            if message.kind == MessageKind.UPDATE:
+                self._summed_steps |= Counter({message.origin: message.step})
         progress = {m.origin: m for m in summed if m.kind == MessageKind.PROGRESS}
         unmerged = [*progress.values(), *later]
         self._unmerged_bytes = _nbytes(unmerged)
         self._alone_bytes = _nbytes_alone(unmerged)
         self.waiting = [total, *unmerged]
+        self._urgent = len(self.waiting) if self._urgent else 0
 
     def send_waiting(self, together: Sequence[Message] = (), count: int = 0) -> None:
         """Send updates that wait for others, and what waits with them.
 
-        Replicas that train get the sum, even the origins of its updates. Joining ones
-        get the updates: a snapshot may contain some of them.
+        Even the origins of its updates get the sum. Replicas from which updates are
+        withheld do not: see `subscribe`.
 
         Args:
             together: The updates among the first `count` of `waiting`, merged. By
@@ -630,6 +700,7 @@ class RunState:
         while len(self.waiting) > left:
             sent = self.waiting[:count] if count else self.next_waiting()
             self.waiting = self.waiting[len(sent) :]
+            self._urgent = max(self._urgent - len(sent), 0)
             if sent[0].kind in MERGEABLE:
                 self._send_together(sent, together)
             else:
@@ -638,9 +709,7 @@ class RunState:
         self._alone_bytes = _nbytes_alone(self.waiting)
         if self.waiting:
             self.on_waiting()
-        else:
-            self._urgent = False
-            self._forget_waits()
+        self._release_all()
 
     def _send_together(
         self, sent: Sequence[Message], together: Sequence[Message]
@@ -648,28 +717,32 @@ class RunState:
         updates = [m for m in sent if m.kind in UPDATES]
         together = together or updates
         by_origin = self._summed + _by_origin(sent)
-        self._summed = Counter()
+        self._note_sent(sent)
+        for origin, step in self._summed_steps.items():
+            member = self.members.replicas[origin]
+            member.sent = member.sent._replace(step=max(member.sent.step, step))
+        self._summed, self._summed_steps = Counter(), Counter()
         progress = {m.origin: m for m in sent if m.kind == MessageKind.PROGRESS}
         sums = [self._along_tree(m) for m in together if m.kind == MessageKind.SUM]
         for replica, box in self.outboxes.items():
-            member = self.members.replicas[replica]
-            if member.active:
+            chosen: list[Message] = []
+            if box.withheld is None:
+                worker = self.members.replicas[replica].worker
                 singles = [m for m in together if m.kind != MessageKind.SUM]
-                chosen = [*(total[member.worker] for total in sums), *singles]
-            else:
-                chosen = updates  # no sum waits while a replica joins
+                chosen = [*(total[worker] for total in sums), *singles]
             for message in (*chosen, *progress.values()):
                 is_sum = message.kind in (MessageKind.SUM, MessageKind.SUM_AT)
                 if is_sum or message.origin != replica:
                     box.append(message)
-                if is_sum and by_origin[replica]:
-                    echoes = self._echoes.setdefault(replica, deque(maxlen=RECENT))
-                    echoes.append((box.added, by_origin[replica]))
+            if sums and by_origin[replica]:
+                echoes = self._echoes.setdefault(replica, deque(maxlen=RECENT))
+                echoes.append((box.added, by_origin[replica]))
 
     def _along_tree(self, total: Message) -> dict[str, Message]:
-        members, workers = self.members, dict[str, int]()
-        for replica in members.training:
-            workers.setdefault(members.replicas[replica].worker, replica)
+        workers = dict[str, int]()
+        for replica, box in sorted(self.outboxes.items()):
+            if box.withheld is None:
+                workers.setdefault(self.members.replicas[replica].worker, replica)
         self._sums += 1
         total = total._replace(sequence=self._sums)
         return along_tree(total, workers, self.spec.sum_fan_out)
@@ -685,11 +758,6 @@ class RunState:
                 return message
         raise GoneError(f"the sum {number} does not wait for replica {replica}")
 
-    def _forget_waits(self) -> None:
-        """Forget the waits that end with what was sent: their replicas go on."""
-        for member in self._ended_waits(self._busy_steps()):
-            member.needed_step = 0
-
     def _coming_back(self, origin: int) -> int:
         """Number of updates that wait, or that their origin has not got in a sum."""
         if origin not in self.outboxes or not self.spec.merges:
@@ -704,23 +772,22 @@ class RunState:
 
         A replica has to keep its updates until they have come back to it in sums, so
         there is room for few of them. What waits needs the room of one sum in a queue,
-        and of each update that no sum can contain, but in that of a joining replica the
-        room of all updates.
+        and of each update that no sum can contain; one that withholds updates has each
+        of them.
         """
         origin, nbytes = message.origin, message.nbytes + MESSAGE_BYTES
         if self._coming_back(origin) >= RECENT // 2:
             return False
         most = self.spec.queue_bytes
-        single_bytes = sum_bytes = nbytes
+        sum_bytes = nbytes
         if self.waiting:
-            single_bytes += _nbytes(self.waiting)
+            single_bytes = nbytes + _nbytes(self.waiting)
             alone_bytes = self._alone_bytes + _nbytes_alone([message])
             sum_bytes = alone_bytes + min(single_bytes - alone_bytes, most // 2)
             if max(self._unmerged_bytes + nbytes, sum_bytes) > most:
                 return False
-        replicas = self.members.replicas
         return all(
-            box.has_room(sum_bytes if replicas[replica].active else single_bytes)
+            box.has_room(sum_bytes if box.withheld is None else nbytes)
             for replica, box in self.outboxes.items()
             if replica != origin or self.spec.merges  # a sum goes to all
         )
@@ -774,11 +841,11 @@ class RunState:
             self._announce(origin, progress)
         if self.waiting:
             # If it is crowded, merging makes room.
-            self._urgent |= accepted < len(messages) and not self.crowded
+            if accepted < len(messages) and not self.crowded:
+                self._urgent = len(self.waiting)
             if self.due or self.crowded:
                 self.on_due()
-        elif needed_step:
-            self._forget_waits()
+        self._release_all()
         return accepted
 
     def _accept(self, origin: int, messages: Sequence[Message], *, leaves: bool) -> int:
@@ -875,15 +942,78 @@ class RunState:
     def cut(self, replica: int) -> dict[int, int]:
         """Last update of each origin that a joining replica's snapshot must contain.
 
-        The joining replica receives all later updates as messages.
+        The joining replica receives all later updates as messages, in a relay once it
+        has subscribed.
         """
-        if self.spec.relayed:
-            self.send_waiting()
-            return self._passed_on()
         replicas = self.members.replicas
+        if self.spec.relayed:
+            replicas[replica].contained = None
+            self.outboxes[replica].withhold()
+            self._hurry()
+            return self._passed_on()
         cut = {r: replicas[r].adopted_at for r in self.members.training}
         replicas[replica].acknowledge(cut)
         return cut
+
+    def subscribe(self, replica: int, contained: Mapping[int, int]) -> None:
+        """Send updates to a joining replica, which knows what its snapshot contains.
+
+        It is sent the later ones that the others have got already, one by one, and from
+        then on the same as the others. That begins once the others have got all that
+        the snapshot contains, since the replica cannot subtract it from a sum.
+
+        Args:
+            replica: The replica.
+            contained: Last update of each origin in its snapshot.
+        """
+        self.members.replicas[replica].contained = contained
+        self._release_all()
+
+    def _release_all(self) -> None:
+        """Send updates to all subscribers for which that can begin."""
+        for replica, box in self.outboxes.items():
+            if box.withheld is not None and self._can_release(replica):
+                self._release(replica)
+
+    def _can_release(self, replica: int) -> bool:
+        """Whether the others have got all updates that a snapshot contains."""
+        members = self.members.replicas
+        contained, withheld = (
+            members[replica].contained,
+            self.outboxes[replica].withheld,
+        )
+        if contained is None or withheld is None:
+            return False
+        count = self._count_waiting()
+        return (
+            len(withheld) >= count  # else some are older than the snapshot
+            and all(
+                message.sequence > contained.get(message.origin, 0)
+                for message in withheld[len(withheld) - count :]
+            )
+            and all(
+                contained.get(origin, 0) <= member.progress.sequence or member.gone
+                for origin, member in members.items()
+            )
+        )
+
+    def _release(self, replica: int) -> None:
+        """Queue the withheld updates that a snapshot lacks and that wait no longer."""
+        box, member = self.outboxes[replica], self.members.replicas[replica]
+        withheld, contained = box.withheld or [], member.contained or {}
+        sent = withheld[: max(len(withheld) - self._count_waiting(), 0)]
+        box.release(m for m in sent if m.sequence > contained.get(m.origin, 0))
+
+    def _count_waiting(self) -> int:
+        """Number of updates that wait, also in a sum: the last that were withheld."""
+        waiting = sum(m.kind == MessageKind.UPDATE for m in self.waiting)
+        return waiting + self._summed.total()
+
+    def _hurry(self) -> None:
+        """Let what waits be sent now."""
+        if self.waiting:
+            self._urgent = len(self.waiting)
+            self.on_due()
 
     def _passed_on(self) -> dict[int, int]:
         members = self.members.replicas.items()
@@ -966,9 +1096,7 @@ class RunState:
             self.interval += 1
             self._interval_began_at = None
             self.leases["train"].begin_interval()
-        if self.waiting:
-            self._urgent = True
-            self.on_due()
+        self._hurry()
 
     def _end_epoch(self, key: str, barrier: BarrierState) -> None:
         barrier.counted = {
@@ -1138,12 +1266,31 @@ class RunState:
             self.give_up(error)
         return members.timed_out(now - timeouts.silence)
 
+    def stuck(self, now: float) -> list[int]:
+        """Joining replicas that hold up the others, with queues that do not move.
+
+        Its link may be too slow for any update to arrive in time. The others would wait
+        only a little longer for room.
+        """
+        joining = {r for r in self.members.not_active if r in self.outboxes}
+        for replica in joining:
+            box = self.outboxes[replica]
+            _, removed = self._moved.get(replica, (now, -1))
+            if box.removed != removed or 2 * box.nbytes < box.limit_bytes:
+                self._moved[replica] = now, box.removed
+        longest_s = self.timeouts.silence
+        return [r for r in joining if now - self._moved[r][0] > longest_s]
+
     def postpone_deadlines(self, seconds: float) -> None:
         """Leave time out of account in which the scheduler could not hear replicas."""
         self._opened_at += seconds
         self._enough_at += seconds
         for member in self.members.replicas.values():
             member.heartbeat_at += seconds
+        self._moved = {
+            replica: (at + seconds, removed)
+            for replica, (at, removed) in self._moved.items()
+        }
 
     def give_up_late(self, bound: Bound, now: float) -> None:
         """Give up the run: not all initial replicas have joined within a bound."""

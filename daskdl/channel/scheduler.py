@@ -173,6 +173,9 @@ class WorkerBatcher:
 
 # The relay is paced slower than replicas: its cost is requests, not bytes.
 PACE_S = 0.010
+# With more replicas than this for each worker to which the scheduler sends a sum, a sum
+# may take more bytes than its updates, which the scheduler would send to all.
+FEW_COPIES, TREE_EXCESS = 2, 2.0
 INLINE_BYTES = 2**16  # more bytes of updates are merged in a thread
 ARRIVAL_S = 0.5  # longest wait for earlier updates to arrive
 WATCHDOG_S = 0.25
@@ -254,12 +257,13 @@ class LiveRun:
     async def _merge(self) -> None:
         state, began_at = self.state, self.now()
         while state.waiting:
-            self._due.clear()
-            if not state.due and not state.crowded:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(began_at + state.spec.merge_s):
+            latest = began_at + state.spec.merge_s
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(latest):
+                    while not state.due and not state.crowded:
+                        self._due.clear()
                         await self._due.wait()
-            sends = state.due or not state.crowded
+            sends = state.due or self.now() >= latest
             began_at = self.now() if sends else began_at  # others come meanwhile
             waiting, oldest = state.waiting, state.next_waiting()
             updates = [m for m in oldest if m.kind in UPDATES]
@@ -272,7 +276,10 @@ class LiveRun:
                 state.keep_sum(together[0], len(oldest))
 
     async def _merged(self, updates: Sequence[Message]) -> list[Message]:
-        merge = functools.partial(merged, updates, self.state.spec.run)
+        spec = self.state.spec
+        goes_far = len(self.state.outboxes) > FEW_COPIES * spec.sum_fan_out
+        excess = TREE_EXCESS if goes_far else 1.0
+        merge = functools.partial(merged, updates, spec.run, excess)
         if sum(update.nbytes for update in updates) > INLINE_BYTES:
             return await asyncio.to_thread(merge)
         return merge()
@@ -416,10 +423,11 @@ class LiveRun:
 
         The answer to a joining replica names the donor of its snapshot, its worker and
         the updates that the snapshot must contain; all later updates are sent to the
-        replica. No worker: no snapshot can be made now, so it has to ask again. No
-        donor: all of them serve others, or, if nobody trains, none is left. Only the
-        first of these answers has the topology. ``queued``: all donors serve others,
-        and the replica is not a member yet, so it is sent nothing; it asks again.
+        replica, by a relay once it subscribes. No worker: no snapshot can be made now,
+        so it has to ask again. No donor: all of them serve others, or, if nobody
+        trains, none is left. Only the first of these answers has the topology.
+        ``queued``: all donors serve others, and the replica is not a member yet, so it
+        is sent nothing; it asks again.
         """
         state, members = self.state, self.state.members
         if version != VERSION:
@@ -481,7 +489,7 @@ class LiveRun:
         members.taking_part(replica).heartbeat_at = self.now()
         donor, cut, worker = members.donor_of(replica), {}, None
         if members.training and ready():
-            cut = state.cut(replica)  # if it is queued, to drop what it has buffered
+            cut = state.cut(replica)  # if it is queued, to drop what is kept for it
             if donor is not None:
                 member.donor, worker = donor, members.replicas[donor].worker
         return {
@@ -513,7 +521,7 @@ class LiveRun:
             destination=f"replica {replica} on {worker}",
         )
         outbox.on_append = loop.wake
-        outbox.on_drop = self._notify_arrival
+        outbox.on_drop = self._on_arrival
         state.join(replica, self.now(), outbox)
 
         def failed(error: Exception) -> None:
@@ -526,6 +534,14 @@ class LiveRun:
         self.send_loops[replica] = asyncio.ensure_future(
             run_reporting(loop.run, failed)
         )
+
+    async def handle_subscribe(
+        self, replica: Natural, contained: Sequence[tuple[Natural, Natural]]
+    ) -> Fields:
+        """Send updates to a joining replica; see `RunState.subscribe`."""
+        self.state.members.taking_part(replica)
+        self.state.subscribe(replica, dict(contained))
+        return {}
 
     async def handle_activate(self, replica: Natural, step: Natural) -> Fields:
         """Activate a replica that has the common state, once no updates are held."""
@@ -593,9 +609,10 @@ class LiveRun:
             "peers": [(peer, *reached) for peer, reached in state.training_progress()],
         }
 
-    def _notify_arrival(self) -> None:
+    def _on_arrival(self) -> None:
         if self._arrival_waits:
             self.notify()
+        self.state.relieve()
 
     async def _wait_for_arrival(self, origin: int, newest: Sequence[Message]) -> None:
         """Wait until a replica's updates before the newest have arrived, or a moment.
@@ -810,6 +827,9 @@ class LiveRun:
             for replica in state.check_deadlines(self.now()):
                 self.hanging.add(state.members.replicas[replica].worker)
                 self.lose(replica, f"no heartbeat for {bound}")
+            for replica in state.stuck(self.now()):
+                why = f"its queue is full and has not moved for {bound}: slow link?"
+                self.lose(replica, why)
         self.notify()
 
     # ---- the end

@@ -35,6 +35,7 @@ from daskdl.channel.protocol import (
     ChannelSpec,
     Handler,
     Message,
+    MessageKind,
 )
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, DaskDLError, WaitTimeoutError
@@ -392,11 +393,14 @@ class Outbox:
     the relay leaves it with the publisher. An empty queue has room for one message of
     any size, so that no update is too large to send.
 
+    A queue that withholds updates keeps them until `release`, and sends the rest.
+
     Args:
         limit_bytes: Bound on `nbytes`; callers of `append` check it with `has_room`.
 
     Attributes:
         nbytes: Bytes of the queued messages, each with `MESSAGE_BYTES` of overhead.
+        withheld: Updates that are withheld, oldest first; None: it withholds none.
         added: Number of messages appended so far.
         removed: Number of messages that have arrived.
         on_append: Called after each appended message, in the appending thread.
@@ -405,6 +409,7 @@ class Outbox:
 
     limit_bytes: float
     nbytes: int
+    withheld: list[Message] | None
     added: int
     removed: int
     on_append: Callable[[], object]
@@ -413,6 +418,7 @@ class Outbox:
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = self.added = self.removed = 0
+        self.withheld = None
         self.on_append = self.on_drop = lambda: None
         self._messages: deque[Message] = deque()
         self._bytes_of: Counter[int] = Counter()  # by origin
@@ -423,7 +429,7 @@ class Outbox:
 
     def has_room(self, nbytes: float) -> bool:
         """Whether a message of `nbytes` bytes, with its overhead, keeps the bound."""
-        return not self._messages or self.nbytes + nbytes <= self.limit_bytes
+        return not self.nbytes or self.nbytes + nbytes <= self.limit_bytes
 
     def bytes_of(self, origin: int) -> int:
         """Return the bytes of queued messages of one origin."""
@@ -433,11 +439,27 @@ class Outbox:
         """Append a message, whether there is room or not."""
         nbytes = message.nbytes + MESSAGE_BYTES
         with self._lock:
+            self.nbytes += nbytes
+            if self.withheld is not None and message.kind == MessageKind.UPDATE:
+                self.withheld.append(message)
+                return
             self._messages.append(message)
             self._bytes_of[message.origin] += nbytes
-            self.nbytes += nbytes
             self.added += 1
         self.on_append()
+
+    def withhold(self) -> None:
+        """Withhold updates from now on; drop those that are withheld already."""
+        self.release(())
+        self.withheld = []
+
+    def release(self, messages: Iterable[Message]) -> None:
+        """Withhold nothing from now on; queue messages in place of what is withheld."""
+        with self._lock:
+            withheld, self.withheld = self.withheld or (), None
+            self.nbytes -= sum(m.nbytes + MESSAGE_BYTES for m in withheld)
+        for message in messages:
+            self.append(message)
 
     def head(self, limit_bytes: float) -> list[Message]:
         """Return the oldest messages, up to a number of bytes but at least one."""

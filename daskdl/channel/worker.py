@@ -78,7 +78,7 @@ from daskdl.channel.transport import (
     WorkerOverDask,
     time_limit,
 )
-from daskdl.codec import SparseUpdate, Stamp, Summand, SumUpdate
+from daskdl.codec import Stamp, Summand, SumUpdate, Update
 from daskdl.errors import ChannelError, CodecError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -538,15 +538,12 @@ class ReplicaEndpoint:
             if inbox.put_sum(new, update, message.nbytes):
                 return True
 
-    def original(self, origin: int, sequence: int) -> SparseUpdate:
+    def original(self, origin: int, sequence: int) -> Update:
         """Return an update that is kept here; raise LookupError if it is not."""
         kept = self.routing.lookup(origin, [sequence])
         if not kept:
             raise LookupError(f"update {sequence} of replica {origin} is not kept")
-        update = codec.decode(unwrap(kept[0].payload), size=self._spec.size)
-        if not isinstance(update, SparseUpdate):
-            raise CodecError(f"update {sequence} of replica {origin} is not sparse")
-        return update
+        return codec.decode(unwrap(kept[0].payload), size=self._spec.size)
 
     def _request_singly(self, new: Sequence[Summand], error: Exception) -> None:
         """Request updates of a sum again, as unreadable ones."""

@@ -26,6 +26,7 @@ from typing_extensions import Buffer
 from daskdl.codec.frame import (
     Body,
     Bytes,
+    DenseUpdate,
     Integers,
     Kind,
     SparseUpdate,
@@ -73,6 +74,11 @@ class SumUpdate(NamedTuple):
     summands: tuple[Summand, ...]  # ascending, each once
     largest: int  # bound on the absolute values, in units
     packed: SumBlocks
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether values have more than eight bits, as sums of dense updates have."""
+        return bool(self.packed.widths_B.max() > MAX_WIDTH)
 
     def add_(self, total_N: Integers, steps: int) -> None:
         """Add the sum to a vector.
@@ -356,7 +362,9 @@ class SumEncoder:
         """The number of updates in the sum."""
         return len(self._summands)
 
-    def add(self, update: SparseUpdate | SumUpdate, step: int | None = None) -> None:
+    def add(
+        self, update: SparseUpdate | DenseUpdate | SumUpdate, step: int | None = None
+    ) -> None:
         """Add an update, or a sum of updates.
 
         Args:
@@ -371,7 +379,10 @@ class SumEncoder:
         size = len(self._values_N)
         if update.size != size:
             raise CodecError(f"updates must have {size} parameters, got {update.size}")
-        unit, (factor, steps) = update.threshold, [1, 1]
+        unit, (factor, steps) = (
+            update.grid if isinstance(update, DenseUpdate) else update.threshold,
+            (1, 1),
+        )
         if self._unit:
             unit, (factor, steps) = common_unit([self._unit, unit])
         if isinstance(update, SumUpdate):
@@ -380,6 +391,8 @@ class SumEncoder:
             _, origin, sequence, stamped = update.stamp
             completed = stamped if step is None else step
             summands, level = (Summand(origin, sequence, completed),), MAX_LEVEL
+            if isinstance(update, DenseUpdate):
+                level = max(-int(update.counts_N.min()), int(update.counts_N.max()))
         named = {summand[:2]: summand for summand in summands}
         if not self._summands.keys().isdisjoint(named):
             raise CodecError(f"each update must be in a sum once, got {summands} again")
@@ -392,6 +405,8 @@ class SumEncoder:
             self._values_N *= np.int32(factor)
         if isinstance(update, SumUpdate):
             update.add_(self._values_N, steps)
+        elif isinstance(update, DenseUpdate):
+            self._values_N += np.int32(steps) * update.counts_N
         else:
             levels_K = update.levels_K
             levels_K = np.empty(0, np.uint8) if levels_K is None else levels_K
@@ -414,7 +429,9 @@ class SumEncoder:
         return framed(Stamp(self._run, 0, 0, 0), self._unit, packed)
 
 
-def encode_sum(run: int, updates: Sequence[SparseUpdate | SumUpdate]) -> Bytes:
+def encode_sum(
+    run: int, updates: Sequence[SparseUpdate | DenseUpdate | SumUpdate]
+) -> Bytes:
     """Write the sum of one or more updates as a frame; see :class:`SumEncoder`.
 
     Raises:

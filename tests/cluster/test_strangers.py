@@ -218,6 +218,7 @@ class Attack:
             "number": 0,
             "workers": [home],
             "routes": [[home]],
+            "contained": [[1, 0]],
         }
         before = live.state.refused
         await self.on(self.cluster.scheduler, values)

@@ -175,26 +175,150 @@ def test_progress_follows_the_updates_before_it():
     assert [m.kind for m in queued(state, 0)] == ["sum"]
 
 
-def test_a_replica_that_joins_gets_updates_and_none_from_before():
+def joining(state, limit_bytes=2**20):
+    """A replica that joins, and the last updates that its snapshot must contain."""
+    replica = state.members.assign("tcp://new")
+    state.join(replica, 100.0, Outbox(limit_bytes))
+    return replica, state.cut(replica)
+
+
+def names(state, replica):
+    """The updates in the queue of a replica: alone, or in sums."""
+    return [
+        [(m.origin, m.sequence)] if m.kind == "update" else summands(m)
+        for m in queued(state, replica)
+        if m.kind in UPDATES
+    ]
+
+
+def test_a_joining_replica_gets_what_its_snapshot_lacks_and_then_the_same_sums():
     state = merging()
     publish_one_each(state)
-    replica = state.members.assign("tcp://new")
-
-    state.join(replica, 100.0, Outbox(2**20))
-    assert state.cut(replica) == {0: 1, 1: 1, 2: 1, replica: 0}
+    replica, cut = joining(state)
+    send_merged(state)
     publish_one_each(state, 2)
     send_merged(state)
-    state.activate(replica, 2)
+    before = names(state, replica)
+
+    state.subscribe(replica, {0: 2, 1: 1, 2: 1})
     publish_one_each(state, 3)
     send_merged(state)
 
-    assert [m.kind for m in queued(state, replica)] == [*["update"] * 3, "sum"]
-    assert [m.kind for m in queued(state, 0)] == [
-        *["update"] * 2,  # sent before the replica joined
-        "sum",
-        "joined",
-        "sum",
+    assert cut == {0: 1, 1: 1, 2: 1, replica: 0}
+    together = [[(origin, sequence) for origin in range(3)] for sequence in (1, 2, 3)]
+    assert before == []
+    assert names(state, replica) == [[(1, 2)], [(2, 2)], together[2]]
+    assert names(state, 0) == together
+
+
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_a_joining_replica_gets_no_sum_with_an_update_of_its_snapshot(is_summed):
+    """It could not subtract it."""
+    state = merging()
+    replica, _ = joining(state)
+    send_merged(state)
+    publish(state, 0, 1)
+    send_merged(state)
+    for origin, sequence in ((0, 2), (1, 1)):
+        publish(state, origin, sequence)
+    if is_summed:
+        keep_merged(state)
+
+    state.subscribe(replica, {1: 1})
+    send_merged(state)
+    publish(state, 2, 1)
+    publish(state, 1, 2)
+    send_merged(state)
+
+    assert names(state, replica) == [[(0, 1)], [(0, 2)], [(1, 2), (2, 1)]]
+    assert names(state, 2) == [[(0, 1)], [(0, 2), (1, 1)], [(1, 2), (2, 1)]]
+
+
+def test_a_joining_replica_is_sent_updates_once_those_of_its_donor_have_come():
+    """Its snapshot contains an update that has not reached the scheduler."""
+    state = merging()
+    replica, _ = joining(state)
+    send_merged(state)
+    publish(state, 0, 1)
+    send_merged(state)
+
+    state.subscribe(replica, {1: 1})
+    before = names(state, replica)
+    publish(state, 1, 1)
+    publish(state, 2, 1)
+    send_merged(state)
+
+    assert (before, names(state, replica)) == ([], [[(0, 1)], [(2, 1)]])
+
+
+def test_a_joining_replica_does_not_wait_for_an_update_of_a_donor_that_is_lost():
+    state = merging()
+    replica, _ = joining(state)
+    send_merged(state)
+    publish(state, 0, 1)
+    send_merged(state)
+    state.subscribe(replica, {1: 1})
+
+    state.lose(1, "it is gone", 100.0)
+
+    assert names(state, replica) == [[(0, 1)]]
+
+
+def test_a_replica_that_asks_for_another_snapshot_is_sent_no_updates_until_it_has_it():
+    state = merging()
+    replica, cut = joining(state)
+    state.subscribe(replica, cut)
+
+    state.cut(replica)
+    publish_one_each(state)
+    send_merged(state)
+    before = names(state, replica)
+    state.subscribe(replica, {0: 1, 1: 1, 2: 1})
+    publish_one_each(state, 2)
+    send_merged(state)
+
+    assert (before, names(state, replica)) == ([], [[(0, 2), (1, 2), (2, 2)]])
+
+
+def test_updates_that_were_held_back_do_not_overtake_those_that_wait():
+    state = merging()
+    publish(state, 0)
+    arrive(state, "agree", 0, 1, 2, kind=BarrierKind.AGREE)
+    state.publish(1, [framed_update(1, 1, 1)], PeerProgress(1), leaves=True)
+
+    arrive(state, "end", 0, 1, 2)
+
+    sent = queued(state, 2)
+    assert [(m.kind, m.origin) for m in sent if m.kind != "progress"] == [
+        ("update", 0),
+        ("passed on", 0),
+        ("update", 1),
     ]
+
+
+def test_a_relay_that_does_not_merge_sends_a_joining_replica_what_its_snapshot_lacks():
+    state = joined(3)
+    replica, _ = joining(state)
+    for sequence in (1, 2):
+        state.publish(0, [update(0, sequence)], PeerProgress(sequence, sequence))
+    before = names(state, replica)
+
+    state.subscribe(replica, {0: 1})
+    state.publish(1, [update(1, 1)], PeerProgress(1, 1))
+
+    assert (before, names(state, replica)) == ([], [[(0, 2)], [(1, 1)]])
+
+
+def test_a_replica_that_trains_without_a_subscription_has_all_updates():
+    state = merging()
+    replica, _ = joining(state)
+    publish_one_each(state)
+
+    state.activate(replica, 1)
+    state.send_waiting()
+
+    assert sorted(names(state, replica)) == [[(0, 1)], [(1, 1)], [(2, 1)]]
+    assert queued(state, replica, "joined") == []
 
 
 @pytest.mark.parametrize(
@@ -231,7 +355,7 @@ def test_a_run_that_stops_does_not_wait():
 
     state.stop("enough")
 
-    assert [m.kind for m in queued(state, 0)] == ["update", "update", "stop"]
+    assert [m.kind for m in queued(state, 0)] == ["stop"]
 
 
 @pytest.fixture
@@ -380,6 +504,106 @@ def test_a_wait_that_has_ended_before_its_replica_says_so_needs_nothing():
     assert not state.due
 
 
+def test_a_replica_that_says_again_what_it_waits_for_lets_no_others_be_sent():
+    """What ends its wait is on its way to it, perhaps over a slow link."""
+    state = merging()
+    state.publish(0, [], PeerProgress(5, 0), needed_step=3)
+    for replica in (1, 2):
+        state.publish(replica, [], PeerProgress(3, 0))
+    send_merged(state)
+    publish(state, 1)
+    state.publish(0, [], PeerProgress(5, 0), needed_step=3)
+
+    assert state.waiting
+    assert not state.due
+
+
+def test_a_wait_that_a_sum_ends_is_over_once_it_was_sent():
+    state = merging()
+    publish(state, 0)
+    publish(state, 1)
+    keep_merged(state)
+    publish(state, 2)
+    send_merged(state)
+
+    state.publish(0, [], PeerProgress(1, 1), needed_step=1)
+    publish(state, 1, 2)
+
+    assert not state.due
+
+
+def test_what_replicas_send_that_have_completed_the_interval_waits_until_they_meet():
+    """Each sends the rest of its residual, and no one waits for it."""
+    state = merging()
+    for origin in range(3):
+        state.publish(origin, [], PeerProgress(5, 0, 0))
+    send_merged(state)
+    for origin in range(3):
+        publish(state, origin, 1)
+    before = state.due
+
+    arrive(state, "end", 0, 1, 2, kind=BarrierKind.AGREE)
+
+    assert (before, state.due) == (False, True)
+
+
+def test_updates_wait_while_earlier_ones_are_on_their_way_to_most_replicas():
+    state = merging(3, relay_bytes=2**22)
+    due = counted(state)
+    for origin in range(3):
+        publish(state, origin)
+    send_merged(state)
+    due.clear()
+    for replica in (0, 1):
+        state.outboxes[replica].append(Message.control("sum", nbytes=2**17))
+
+    for origin in range(3):
+        publish(state, origin, 2)
+    before = state.due
+    box = state.outboxes[1]
+    box.drop(len(box))
+    state.relieve()
+
+    assert (before, state.due, due) == (False, True, [True])
+
+
+def test_one_slow_replica_does_not_hold_up_the_others():
+    state = merging(3, relay_bytes=2**22)
+    state.outboxes[2].append(Message.control("sum", nbytes=2**17))
+
+    for origin in range(3):
+        publish(state, origin)
+
+    assert state.due
+
+
+def test_news_of_members_do_not_send_what_waits():
+    state = merging()
+    publish(state, 0)
+    replica = state.members.assign("tcp://new")
+    state.join(replica, 100.0, Outbox(2**20))
+    before = state.due
+    state.activate(replica, 1)
+
+    assert [m.origin for m in state.waiting] == [0]
+    assert (before, state.due) == (False, False)
+    assert [m.kind for m in queued(state, 1)] == ["joined"]
+
+
+def test_what_was_sent_in_haste_lets_no_later_updates_be_sent_alone():
+    """They came while it was merged."""
+    state = merging()
+    publish(state, 0)
+    arrive(state, "start", 0, 1, 2)
+    together, count = merge_waiting(state)
+    publish(state, 1)
+
+    state.send_waiting(together, count)
+
+    assert [m.origin for m in state.waiting] == [1]
+    assert not state.due
+
+
 def test_updates_do_not_wait_if_they_leave_no_room():
     size = framed_update(0, 1, 0).nbytes + MESSAGE_BYTES
     state = merging(relay_bytes=size)
@@ -491,64 +715,74 @@ def test_a_sum_that_waits_is_sent_at_once_if_need_be():
         assert sums == [[(0, 1), (1, 1)], [(2, 1), (2, 2)]]
 
 
-def test_nothing_is_merged_before_it_is_due_while_a_replica_joins():
-    """Its snapshot may contain some of the updates."""
-    state = merging(3, relay_bytes=4 * EACH_FRAMED)
-    newcomer = state.members.assign("tcp://new")
-    state.join(newcomer, 100.0, Outbox(2**20))
-    state.send_waiting()
-
-    publish(state, 0)
-    publish(state, 1)
-    before = state.crowded
-    state.activate(newcomer, 1)
-    state.send_waiting()
-    kinds = [message.kind for message in queued(state, newcomer)]
-    for box in state.outboxes.values():
-        box.drop(len(box))
-    publish(state, 0, 2)
-    publish(state, 1, 2)
-
-    assert (before, state.crowded) == (False, True)
-    assert kinds == ["update", "update"]
-
-
-def test_what_waits_takes_the_room_of_all_updates_in_the_queue_of_a_joining_replica():
+def test_what_is_kept_for_a_joining_replica_takes_the_room_of_its_queue():
     state = merging(3, relay_bytes=8 * EACH_FRAMED)
-    newcomer = state.members.assign("tcp://new")
-    state.join(newcomer, 100.0, Outbox(state.spec.queue_bytes))
-    state.send_waiting()
-    state.outboxes[newcomer].drop(len(state.outboxes[newcomer]))  # memberships
-    for sequence in range(1, 5):
-        publish(state, 0, sequence)
-    state.send_waiting()
-    for replica in range(3):
-        state.outboxes[replica].drop(len(state.outboxes[replica]))
-    messages = [framed_update(1, sequence, 1) for sequence in range(1, 6)]
+    replica, _ = joining(state, state.spec.queue_bytes)
+    send_merged(state)
+    box, accepted = state.outboxes[replica], 0
+    for turn in range(20):
+        origin, sequence = turn % 3, turn // 3 + 1
+        messages = [framed_update(origin, sequence, 1)] if accepted == turn else []
+        accepted += state.publish(origin, messages, PeerProgress(sequence))
+        state.send_waiting()
+        for each in state.outboxes.values():
+            each.drop(len(each))
 
-    accepted = state.publish(1, messages, PeerProgress(1))
-
-    assert accepted == 4
-    state.send_waiting()
-    box = state.outboxes[newcomer]
+    assert accepted == 8
     assert box.nbytes <= box.limit_bytes
 
 
 def dense_update(origin, sequence):
-    """An update that no sum can contain."""
     stamp = Stamp(SPEC.run, origin, sequence, sequence)
     frame = codec.encode_dense(stamp, GRID, np.arange(SIZE, dtype=np.int32)).tobytes()
     return Message.update(stamp, sequence, len(frame), frame)
 
 
-def test_updates_that_no_sum_can_contain_take_their_own_room_in_a_queue():
-    each = dense_update(0, 1).nbytes + MESSAGE_BYTES
-    state = merging(3, relay_bytes=4 * each)
-    dense = {origin: [dense_update(origin, s) for s in (1, 2, 3)] for origin in (0, 1)}
-    before = state.publish(0, dense[0][:2], PeerProgress(1))
+def unreadable_update(origin, sequence):
+    """An update that no sum can contain."""
+    stamp = Stamp(SPEC.run, origin, sequence, sequence)
+    return Message.update(stamp, sequence, 2000, bytes(2000))
+
+
+def test_dense_updates_are_merged_apart_from_the_others():
+    state = merging(6)
+    for origin in range(6):
+        publish(state, origin)
+        state.publish(origin, [dense_update(origin, 2)], PeerProgress(2))
+
     send_merged(state)
 
-    accepted = state.publish(1, dense[1], PeerProgress(1))
+    each = [[(origin, sequence) for origin in range(6)] for sequence in (1, 2)]
+    assert names(state, 0) == each
+    _, dense = queued(state, 0)
+    counts_N = np.zeros(SIZE, np.int32)
+    codec.decode_sum(dense.payload).add_(counts_N, 1)
+    assert (counts_N == 6 * np.arange(SIZE)).all()
+
+
+@pytest.mark.parametrize(("excess", "kinds"), [(1.0, ["update"]), (5.0, ["sum"])])
+def test_one_large_update_travels_along_a_tree_if_a_sum_may_take_more(excess, kinds):
+    size = 2**17
+    stamp = Stamp(SPEC.run, 0, 1, 1)
+    counts_N = np.arange(size, dtype=np.int32)
+    frame = codec.encode_dense(stamp, GRID, counts_N).tobytes()
+    message = Message.update(stamp, 1, len(frame), frame)
+
+    sent = merged([message], SPEC.run, excess)
+
+    assert [m.kind for m in sent] == kinds
+
+
+def test_updates_that_no_sum_can_contain_take_their_own_room_in_a_queue():
+    each = unreadable_update(0, 1).nbytes + MESSAGE_BYTES
+    state = merging(3, relay_bytes=4 * each)
+    singles = {
+        origin: [unreadable_update(origin, s) for s in (1, 2, 3)] for origin in (0, 1)
+    }
+    before = state.publish(0, singles[0][:2], PeerProgress(1))
+    send_merged(state)
+
+    accepted = state.publish(1, singles[1], PeerProgress(1))
 
     assert (before, accepted) == (2, 2)
     send_merged(state)
@@ -557,14 +791,14 @@ def test_updates_that_no_sum_can_contain_take_their_own_room_in_a_queue():
 
 
 def test_what_waits_beside_a_sum_fits_an_empty_queue():
-    each = dense_update(0, 1).nbytes + MESSAGE_BYTES
+    each = unreadable_update(0, 1).nbytes + MESSAGE_BYTES
     state = merging(3, relay_bytes=4 * each)
     publish(state, 0)
     publish(state, 1)
     keep_merged(state)
 
     accepted = state.publish(
-        2, [dense_update(2, s) for s in (1, 2, 3, 4)], PeerProgress(1)
+        2, [unreadable_update(2, s) for s in (1, 2, 3, 4)], PeerProgress(1)
     )
 
     assert accepted == 3
@@ -623,7 +857,7 @@ def test_the_room_of_a_queue_is_that_of_two_sums():
     size = 2**21
     spec = merging(2, parameters=size).spec
 
-    assert spec.queue_bytes == 2 * size
+    assert spec.queue_bytes == 12 * size
     assert plan_of(2, parameters=size, relay_bytes=5).queue_bytes == 5
 
 
@@ -1134,6 +1368,25 @@ def test_a_replica_whose_donor_fails_or_serves_the_fewest_has_another_one():
     assert members.donor_of(first) == 2  # with one reader, as 0, and more steps
     state.lose(third, "no heartbeat", 9.0)
     assert members.donor_of(first) == 0  # whose reader has gone
+
+
+def test_a_joining_replica_whose_full_queue_does_not_move_is_stuck():
+    state = merging(3, relay_bytes=4 * EACH_FRAMED)
+    replica, _ = joining(state, state.spec.queue_bytes)
+    box, silence_s = state.outboxes[replica], state.timeouts.silence
+    box.drop(len(box))
+    state.stuck(100.0)
+    assert state.stuck(100.0 + 2 * silence_s) == []  # it had room
+    publish(state, 0)
+    publish(state, 1)
+
+    begin_s = 100.0 + 2 * silence_s
+    assert state.stuck(begin_s + silence_s) == []
+    assert state.stuck(begin_s + silence_s + 1) == [replica]
+    state.postpone_deadlines(2.0)
+    assert state.stuck(begin_s + silence_s + 1) == []
+    box.withhold()
+    assert state.stuck(begin_s + 3 * silence_s) == []
 
 
 def test_a_retried_activation_changes_nothing():

@@ -149,7 +149,7 @@ MUTATIONS = {
     ),
     "what a replica waits for waits in a relay": Mutation(
         "daskdl.channel.run_state",
-        "            or bool(self._ended_waits(busy))",
+        "            or self._ends_a_wait()",
         "",
     ),
     "a sum that a worker does not pass on is not fetched elsewhere": Mutation(
@@ -221,9 +221,8 @@ MUTATIONS = {
     ),
     "barriers wait for a lost replica": Mutation(
         "daskdl.channel.run_state",
-        "            self._send(self._membership())\n"
-        "        self._complete_barriers()\n",
-        "            self._send(self._membership())\n",
+        "        self._release_all()\n        self._complete_barriers()\n",
+        "        self._release_all()\n",
     ),
     "scores of a lost replica are lost though its leases are finished": Mutation(
         "daskdl.training.data_feed",

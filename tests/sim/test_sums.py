@@ -97,6 +97,28 @@ async def test_a_replica_subtracts_its_own_update_from_a_sum(c, s, *workers):
         assert run.received(2, 0) == run.received(2, 1) == (1, ())
 
 
+def dense_frame(stamp, *values):
+    counts_N = np.zeros(SIZE, np.int32)
+    counts_N[: len(values)] = values
+    return codec.encode_dense(stamp, GRID, counts_N)
+
+
+@simulated(3)
+async def test_a_dense_update_is_subtracted_from_a_sum(c, s, *workers):
+    async with a_run(c, s, *workers) as run:
+        channel = run.channels[2]
+        assert channel.publish(lambda stamp: dense_frame(stamp, 5, 6, 7), 1) is not None
+        first, second = stamps(run, (0, 1), (1, 1))
+        (last,) = stamps(run, (2, 1))
+        total = sum_of(
+            dense_frame(first, 1), dense_frame(second, 2, 4), dense_frame(last, 5, 6, 7)
+        )
+
+        await run.deliver(2, total)
+
+        assert counts(channel.drain()) == [3, 4, 0]
+
+
 @simulated(2)
 async def test_a_sum_completes_no_step_of_which_an_earlier_update_is_missing(
     c, s, a, b

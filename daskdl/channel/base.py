@@ -533,11 +533,18 @@ class Channel(ABC):
         """Wait for other replicas.
 
         Raises:
-            WaitTimeoutError: On timeout. The scheduler, if any, removes replicas
-                without heartbeats; the bound is for an unresponsive scheduler.
+            WaitTimeoutError: On timeout, if no update has arrived meanwhile: many may
+                wait for a slow link. The scheduler, if any, removes replicas without
+                heartbeats; the bound is for an unresponsive scheduler.
         """
-        if not self._wait_until(cause, ready, self._patience.seconds):
-            with self._inbox.changed:
+        inbox = self._inbox
+        while True:
+            before = inbox.received_bytes
+            if self._wait_until(cause, ready, self._patience.seconds):
+                return
+            if inbox.received_bytes != before:
+                continue
+            with inbox.changed:
                 raise WaitTimeoutError(
                     f"replica {self._replica} waited {self._patience} for other "
                     f"replicas ({cause}); state by replica: {state()}; last seen: "

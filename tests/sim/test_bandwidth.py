@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from daskdl import codec
 from daskdl.channel import protocol
 from daskdl.channel.protocol import Message
 from daskdl.channel.remote import JOIN_PACE_S
@@ -15,10 +16,12 @@ from daskdl.config import Bound
 from tests.sim.cluster import run_simulated, simulated
 from tests.support.channels import (
     EITHER,
+    RUN,
     a_run,
     applied_by,
     begin,
     bounds,
+    frame_of,
     held_up,
     in_thread,
     meet,
@@ -91,6 +94,24 @@ async def test_a_part_that_takes_longer_than_a_request_may_is_requested_once(
         await joining
 
         assert [fields["part"] for fields in requests] == [*range(PARTS)]
+
+
+@EITHER
+@simulated(2)
+async def test_a_wait_for_updates_goes_on_while_they_arrive_slowly(c, s, a, b, routing):
+    timeouts, count = bounds(request=1, data=2, silence=2), 20
+    async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
+        nbytes = frame_of(codec.Stamp(RUN, 0, 1, 1), 1).nbytes
+        s.network.bandwidth[b.address] = nbytes / (0.5 * REQUEST_S)
+        began_at = s.network.world.now
+
+        for step in range(count):
+            assert publish(run.channels[0], step=step)
+        await in_thread(run.channels[1].wait_for_updates, {0: count})
+
+        assert totals(run.channels[1].drain())[0] == count
+        took_s = s.network.world.now - began_at  # virtual
+        assert took_s > 2 * (timeouts.data + timeouts.silence)
 
 
 @simulated(1)

@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from typing_extensions import override
@@ -205,8 +205,27 @@ class Backend(ABC):
         return None
 
 
+T = TypeVar("T")
+
+
+def in_pairs(merge_pair: Callable[[Sequence[T]], T], results: Sequence[T]) -> T:
+    """Merge results in pairs, and what was merged again, until one is left.
+
+    A result may have several times the bytes of the model, so no worker has room for
+    those of many replicas, and its link would carry them one after another.
+
+    Example:
+        >>> in_pairs("({0[0]} {0[1]})".format, ["a", "b", "c", "d", "e"])
+        '(((a b) (c d)) e)'
+    """
+    while len(results) > 2:
+        pairs = [results[begin : begin + 2] for begin in range(0, len(results), 2)]
+        results = [merge_pair(pair) if len(pair) > 1 else pair[0] for pair in pairs]
+    return merge_pair(results)
+
+
 def merge(results: Sequence[FitResult]) -> FitResult:
-    """Merge the results of the replicas.
+    """Merge results of replicas, or merged ones.
 
     The parameters are those of the last agreed state, which was validated. The
     residuals of the replicas that finished are summed as integer multiples of the grid,
@@ -220,34 +239,42 @@ def merge(results: Sequence[FitResult]) -> FitResult:
     agreed = [result for result in results if result.parameters][:1]
     used = restored or ended or agreed or results[:1]
     states = [result.optimizer for result in ended if result.optimizer is not None]
-    carried = [result.carried for result in results if result.carried]
     residuals = [r.carried for r in used if "residual" in r.carried]
+    carried, senders = _merge_carried([r for r in results if r.carried], residuals)
     return FitResult(
         used[0].parameters,
         (total_of([arrays for arrays, _ in states]), states[0][1]) if states else None,
-        _merge_carried(carried, residuals) if carried else {},
+        carried,
         ended[0].schedule if ended else b"",  # equal on all replicas
         [packed for result in results for packed in result.telemetry],
         bool(restored),
         used[0].has_agreed,
         bool(ended),
+        senders,
     )
 
 
-def _merge_carried(carried: Sequence[State], residuals: Sequence[State]) -> State:
+def _merge_carried(
+    results: Sequence[FitResult], residuals: Sequence[State]
+) -> tuple[State, Mapping[str, int]]:
     """Merge what replicas carry to the next fit, see `Exchange.carried`.
 
     For each pattern the mean over the replicas that sent updates of it, the largest
     number of steps, and the sum of some replicas' residuals.
     """
-    patterns = dict.fromkeys(p for state in carried for p in state["sent"])
+    if not results:
+        return {}, {}
+    outcomes: dict[str, list[Outcome]] = {}
+    for result in results:
+        for pattern, outcome in result.carried["sent"].items():
+            count = result.senders.get(pattern, 1)
+            outcomes.setdefault(pattern, []).extend([Outcome(*outcome)] * count)
     sent = {}
-    for pattern in patterns:
-        outcomes = [s["sent"].get(pattern) for s in carried]
-        mean = average_outcome([outcome and Outcome(*outcome) for outcome in outcomes])
-        if mean is not None:
-            sent[pattern] = mean.threshold, mean.density
-    merged = {"steps_made": max(state["steps_made"] for state in carried), "sent": sent}
+    for pattern, of_replicas in outcomes.items():
+        mean = average_outcome(of_replicas)
+        assert mean is not None
+        sent[pattern] = mean.threshold, mean.density
+    merged = {"steps_made": max(r.carried["steps_made"] for r in results), "sent": sent}
     if residuals:
         total_N = sum(state["residual"].long() for state in residuals)
         assert isinstance(total_N, torch.Tensor), "there is a residual"
@@ -255,7 +282,7 @@ def _merge_carried(carried: Sequence[State], residuals: Sequence[State]) -> Stat
         counts_N = total_N.clamp(bounds.min, bounds.max).int()
         if counts_N.any():
             merged |= {"residual": counts_N, "grid": residuals[0]["grid"]}
-    return merged
+    return merged, {pattern: len(those) for pattern, those in outcomes.items()}
 
 
 def most_replicas(source: Source, spec: ReplicaSpec) -> int:
@@ -472,7 +499,7 @@ class LocalBackend(Backend):
                 logger.warning("a replica has not ended within %s: %s", bound, who)
             elif result.exception() is None:
                 results.append(result.result())
-        return merge(results) if results else None
+        return in_pairs(merge, results) if results else None
 
     @override
     def close(self) -> None:

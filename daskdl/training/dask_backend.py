@@ -59,6 +59,7 @@ from daskdl.training.backend import (
     ReplicaGone,
     TaskFailed,
     event_of,
+    in_pairs,
     limit_replicas,
     merge,
     most_replicas,
@@ -223,9 +224,12 @@ def _merge(
     client: Client, results: Sequence[Future], run: int, deadline: float
 ) -> Packed[FitResult] | None:
     """Merge results; None if a result was lost, or the deadline has passed."""
-    merged = client.submit(
-        merge_packed, list(results), key=new_key(f"merge-{protocol.run_id(run)}")
-    )
+
+    def merge_some(some: Sequence[Future]) -> Future:
+        key = new_key(f"merge-{protocol.run_id(run)}")
+        return client.submit(merge_packed, list(some), key=key)
+
+    merged = in_pairs(merge_some, results)
 
     def check() -> None:
         # Dask would recompute a lost result by training again.

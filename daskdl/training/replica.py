@@ -133,6 +133,8 @@ class FitResult:
             parameters are the initial ones.
         finished: Whether the replica, or any replica, reached the end of the run;
             otherwise the other fields describe the last agreed state.
+        senders: Number of replicas whose mean is carried for each pattern; 1 if it is
+            not named.
     """
 
     parameters: Parameters
@@ -143,6 +145,7 @@ class FitResult:
     restored: bool = False
     has_agreed: bool = True
     finished: bool = True
+    senders: Mapping[str, int] = field(default_factory=dict)
 
 
 MAX_REASON = 500  # characters of `Step.stop`, sent with every later lease request

@@ -18,6 +18,8 @@ from daskdl.channel import scheduler as scheduling
 from daskdl.channel.merging import merged
 from daskdl.channel.protocol import NAME
 from daskdl.errors import WaitTimeoutError
+from daskdl.training import dask_backend
+from daskdl.training.backend import merge
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Notes
 
@@ -124,6 +126,22 @@ def test_updates_of_a_fit_are_merged(threads, tmp_path, monkeypatch):
     assert routing.by_replica() == {str(replica): "merged" for replica in range(4)}
     assert history.column("replicas") == [4] * 6
     assert fitted.evaluate(X, Y)["accuracy"] > 0.85
+
+
+def test_no_worker_has_the_results_of_many_replicas(threads, monkeypatch):
+    counts = []
+
+    def counting(results):
+        counts.append(len(results))
+        return merge(results)
+
+    monkeypatch.setattr(dask_backend, "merge", counting)
+    fitted = trainer(threads, master=kept(replicas_per_worker=3))
+
+    history = fitted.fit(X, Y, batch_size=8)
+
+    assert history.column("replicas") == [6]
+    assert counts == [2] * 5
 
 
 class Counted(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 from daskdl.errors import OptionError
 from daskdl.objective import OwnStep, objective_of
-from daskdl.training.backend import merge
+from daskdl.training.backend import in_pairs, merge
 from daskdl.training.base import Parameters, load_tensors_, others_in, trained_in
 from daskdl.training.replica import FitResult
 from daskdl.training.tree_reduce import optimizer_arrays, rest_of
@@ -113,6 +113,41 @@ def test_thresholds_are_averaged_over_replicas_that_have_sent():
     )
 
     assert final.carried == {"steps_made": 7, "sent": {"*": (1.5, 0.5)}}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5, 8, 13])
+def test_results_that_are_merged_in_pairs_are_those_of_all_replicas(replicas):
+    ended = [
+        result(
+            shared([7]),
+            steps=n,
+            sent={"*": (float(n), 0.5)} | ({"bias": (1.0 + n, 0.25)} if n % 3 else {}),
+            residual=[n, -n * n],
+            finished=n % 4 != 1,
+        )
+        for n in range(replicas)
+    ]
+
+    final = in_pairs(merge, ended)
+
+    at_once = merge(ended)
+    assert final.carried["sent"].keys() == at_once.carried["sent"].keys()
+    for pattern, outcome in at_once.carried["sent"].items():
+        assert final.carried["sent"][pattern] == pytest.approx(outcome)
+    residuals = [
+        f.carried.get("residual", torch.zeros(2)).tolist() for f in (final, at_once)
+    ]
+    assert residuals[0] == residuals[1]
+    assert final.carried["steps_made"] == replicas - 1
+    assert final.senders == at_once.senders
+
+
+def test_no_worker_merges_more_than_two_results_at_once():
+    most = []
+
+    in_pairs(lambda some: most.append(len(some)) or some[0], list(range(100)))
+
+    assert (max(most), len(most)) == (2, 99)
 
 
 class Net(nn.Module):

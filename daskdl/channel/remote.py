@@ -149,14 +149,19 @@ class RemoteChannel(Channel):
         """Wait until queued updates are sent or acknowledged, according to `ready`."""
         # A hanging replica may cause the wait: its queue in the relay is full, or in a
         # mesh its acknowledgement is missing. The scheduler removes it by then. If all
-        # replicas are slow, some updates arrive meanwhile, in either direction.
+        # replicas are slow, some updates arrive meanwhile, here or elsewhere.
         bound = self._timeouts.bound("silence", "request")
         queue, inbox = self._routing.queue, self._inbox
-        while not ready():
-            before = len(queue), inbox.received_bytes
+        relay = self._routing.to_scheduler
 
-            def moved(before: tuple[int, int] = before) -> bool:
-                return ready() or (len(queue), inbox.received_bytes) != before
+        def counts() -> tuple[int, ...]:
+            return len(queue), inbox.received_bytes, relay.moved
+
+        while not ready():
+            before = counts()
+
+            def moved(before: tuple[int, ...] = before) -> bool:
+                return ready() or counts() != before
 
             if not self._wait_until(cause, moved, bound.seconds):
                 raise WaitTimeoutError(

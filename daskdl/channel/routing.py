@@ -120,7 +120,12 @@ class ToScheduler(Destination):
     """Sends heartbeats and progress to the scheduler, and updates in a relay.
 
     If the scheduler cannot be reached, the replica stops.
+
+    Attributes:
+        moved: Messages that had left the queues of a relay at its last answer.
     """
+
+    moved = 0
 
     async def run(self) -> None:
         """Send until cancelled."""
@@ -167,6 +172,7 @@ class ToScheduler(Destination):
         )
         answer = self._connection.checked(answer)
         accepted = int(answer.get("accepted", 0))
+        self.moved = answer.get("moved", 0)
         routing.on_answer(answer)
         return accepted
 

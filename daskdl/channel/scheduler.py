@@ -575,7 +575,9 @@ class LiveRun:
         and the answer contains the progress of all replicas that train. With `leaves`,
         the last updates of the replica are accepted even if a queue is full. `steps`
         are those that the replica has taken, which messages about it name. With a
-        `needed_step`, it waits until all others have reached that.
+        `needed_step`, it waits until all others have reached that. A relay answers how
+        many messages have left its queues: a replica that finds no room waits as long
+        as they move.
         """
         state = self.state
         member = state.members.taking_part(replica)
@@ -597,7 +599,8 @@ class LiveRun:
         if acknowledgement is None:
             if accepted and not (leaves or state.spec.synchronous or state.spec.merges):
                 await self._wait_for_arrival(replica, messages[:accepted])
-            return {"accepted": accepted}
+            moved = sum(box.removed for box in state.outboxes.values())
+            return {"accepted": accepted, "moved": moved}
         received = dict(acknowledgement["received"])
         generation = acknowledgement["generation"]
         adopted_at = acknowledgement["adopted_at"]

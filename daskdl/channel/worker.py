@@ -14,6 +14,7 @@ import logging
 import math
 import secrets
 import sys
+from collections import deque
 from collections.abc import (
     Callable,
     Collection,
@@ -201,6 +202,9 @@ SUMS_KEPT = 4  # on a worker; an older sum comes from the scheduler
 AVOIDED_REQUESTS = 4
 
 
+Fetched = tuple[Any, SumUpdate]  # the frame of a sum, and what it holds
+
+
 class KeptSums:
     """The latest sums that a worker has received; others fetch them from it.
 
@@ -212,13 +216,16 @@ class KeptSums:
 
     Attributes:
         fetching: Held while one is fetched, so that one replica does it for all.
+        coming: Sums that are on their way, by number.
         nbytes: Bytes of all.
     """
 
     fetching: asyncio.Lock
+    coming: "dict[int, asyncio.Task[Fetched | None]]"
 
     def __init__(self, limit_bytes: int, request_s: float) -> None:
         self.fetching = asyncio.Lock()
+        self.coming = {}
         self._limit_bytes = limit_bytes
         self._avoided_s = AVOIDED_REQUESTS * request_s
         self._avoided: dict[str, float] = {}  # until when, by address of the worker
@@ -329,6 +336,8 @@ class ReplicaEndpoint:
         self._spec = spec
         self._left = asyncio.Event()
         self._running: list[concurrent.futures.Future[None]] = []
+        # The latest that this replica has begun to fetch.
+        self._coming = deque[asyncio.Task[Fetched | None]](maxlen=SUMS_KEPT)
 
     # ---- event loop
 
@@ -437,12 +446,27 @@ class ReplicaEndpoint:
         return taken
 
     async def _deliver_fetched(self, message: Message) -> bool:
-        """Fetch a sum and process it, as `deliver` an update."""
+        """Fetch a sum and process it, as `deliver` an update.
+
+        Over a slow link, it may arrive later than the scheduler waits for the answer.
+        It comes on then, until the scheduler asks again.
+        """
         sums, number = self.sums, message.sequence
         async with sums.fetching:
             frame, total = sums.find(number), None
             if frame is None:
-                fetched = await self._fetch_sum(message)
+                if number not in sums.coming:
+                    coming = asyncio.ensure_future(self._fetch_sum(message))
+                    sums.coming[number] = coming
+                    self._coming.append(coming)
+                coming = sums.coming[number]
+                await asyncio.wait(
+                    {coming}, timeout=self._spec.timeouts.request * 5 / 6
+                )
+                if not coming.done():
+                    return False
+                del sums.coming[number]
+                fetched = None if coming.cancelled() else coming.result()
                 if fetched is None:
                     return False
                 frame, total = fetched
@@ -451,20 +475,21 @@ class ReplicaEndpoint:
             total = self._read_sum(frame)
         return await self._take_sum(message._replace(kind=MessageKind.SUM), total)
 
-    async def _fetch_sum(self, message: Message) -> tuple[Any, SumUpdate] | None:
+    async def _fetch_sum(self, message: Message) -> Fetched | None:
         """Fetch a sum from a worker that has it, or else from the scheduler.
 
         Returns:
             The frame and what it holds; None if there was no answer that could be read.
         """
         sums, loop = self.sums, self.connection.loop
-        bound_s = self._spec.timeouts.request
+        timeouts = self._spec.timeouts
         worker = self.routing.workers.get(message.origin)
         places: list[tuple[str | None, int, float]] = []
         if worker is not None and not sums.avoids(worker, loop.time()):
             # Longer than the worker itself waits for the sum before it refuses.
-            places.append((worker, message.origin, bound_s / 3))
-        places.append((None, self._spec.replica, bound_s / 2))
+            places.append((worker, message.origin, timeouts.request / 3))
+        longest_s = timeouts.bound("data", "silence").seconds
+        places.append((None, self._spec.replica, longest_s))
         for address, replica, longest_s in places:
             asking = self.connection.ask(
                 address, FETCH_SUM, replica=replica, number=message.sequence
@@ -686,6 +711,11 @@ class ReplicaEndpoint:
         for future in self._running:
             future.cancel()
         self.connection.loop.call_soon_threadsafe(self.routing.end)
+        self.connection.loop.call_soon_threadsafe(self._fetch_no_more)
+
+    def _fetch_no_more(self) -> None:
+        for coming in self._coming:
+            coming.cancel()
 
     def mark_left(self) -> None:
         """End the wait for the replica to leave."""

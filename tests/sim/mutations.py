@@ -154,8 +154,8 @@ MUTATIONS = {
     ),
     "a sum that a worker does not pass on is not fetched elsewhere": Mutation(
         "daskdl.channel.worker",
-        "places.append((None, self._spec.replica, bound_s / 2))",
-        "places = places or [(None, self._spec.replica, bound_s / 2)]",
+        "places.append((None, self._spec.replica, longest_s))",
+        "places = places or [(None, self._spec.replica, longest_s)]",
     ),
     "a relay does not keep the sums that workers pass on": Mutation(
         "daskdl.channel.run_state",

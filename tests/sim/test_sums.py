@@ -316,6 +316,52 @@ SHORT = bounds(request=3.0)
 
 
 @simulated(2)
+async def test_a_sum_that_takes_longer_than_a_request_arrives(c, s, a, b, monkeypatch):
+    """It comes on over a slow link, however often the scheduler asks meanwhile."""
+    options = {"monkeypatch": monkeypatch, "timeouts": SHORT}
+    async with merging_run(c, s, a, b, **options) as run:
+        for worker in (a, b):
+            monkeypatch.setitem(worker.handlers, FETCH, gone)
+        answering = s.handlers[FETCH]
+
+        async def slow(**fields):
+            await asyncio.sleep(3 * SHORT.request)
+            return await answering(**fields)
+
+        monkeypatch.setitem(s.handlers, FETCH, slow)
+        relayed = recorded(s.handlers, FETCH, monkeypatch)
+
+        await publish_all(run)
+        await all_arrive(run)
+
+        assert len(relayed) == 1
+
+
+@simulated(2)
+async def test_a_replica_waits_for_room_as_long_as_the_queues_of_a_relay_move(
+    c, s, a, b, monkeypatch
+):
+    timeouts = bounds(request=2.0, silence=2.0)
+    options = {"relay_bytes": 1, "outbox_bytes": 1, "timeouts": timeouts}
+    async with a_run(c, s, a, b, **options) as run:
+        deliver = b.handlers["daskdl_deliver"]
+
+        async def slow(messages, **fields):
+            answer = await deliver(messages=messages[:1], **fields)
+            await asyncio.sleep(1.5 * bool(messages))
+            return answer
+
+        monkeypatch.setitem(b.handlers, "daskdl_deliver", slow)
+        box = run.record.outboxes[1]
+        for step in range(1, 7):
+            box.append(Message.control("progress", 0, step=step, payload=-1))
+
+        assert publish(run.channels[0])
+
+        assert await in_thread(run.channels[0].has_room, wait=True)
+
+
+@simulated(2)
 async def test_a_worker_that_does_not_answer_is_not_asked_for_sums_for_a_while(
     c, s, a, b, monkeypatch
 ):

@@ -501,10 +501,10 @@ async def test_what_is_sent_while_it_is_merged_is_not_sent_again(
     async with a_run(c, s, *workers, merge_s=0.5) as run:
         requests = recorded(workers[2].handlers, "daskdl_deliver", monkeypatch)
 
-        def interrupted(updates, run_id):
+        def interrupted(updates, *options):
             run.record.send_waiting()
             run.record.publish(2, [], PeerProgress(1))  # begins to wait meanwhile
-            return merged(updates, run_id)
+            return merged(updates, *options)
 
         monkeypatch.setattr(scheduler, "merged", interrupted)
         for replica in (0, 1):

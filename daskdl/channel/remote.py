@@ -152,10 +152,10 @@ class RemoteChannel(Channel):
         # replicas are slow, some updates arrive meanwhile, here or elsewhere.
         bound = self._timeouts.bound("silence", "request")
         queue, inbox = self._routing.queue, self._inbox
-        relay = self._routing.to_scheduler
+        scheduler = self._routing.to_scheduler
 
         def counts() -> tuple[int, ...]:
-            return len(queue), inbox.received_bytes, relay.moved
+            return len(queue), inbox.received_bytes, scheduler.moved
 
         while not ready():
             before = counts()

@@ -122,7 +122,7 @@ class ToScheduler(Destination):
     If the scheduler cannot be reached, the replica stops.
 
     Attributes:
-        moved: Messages that had left the queues of a relay at its last answer.
+        moved: Messages that had arrived elsewhere at the last answer.
     """
 
     moved = 0

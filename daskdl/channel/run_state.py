@@ -96,10 +96,16 @@ class MemberState:
         """Raise the step, sequence and interval; late messages change nothing."""
         self.progress = PeerProgress(*map(max, self.progress, reached))
 
-    def acknowledge(self, received: Mapping[int, int]) -> None:
-        """Record the update of each origin up to which all are received."""
+    def acknowledge(self, received: Mapping[int, int]) -> int:
+        """Record the update of each origin up to which all are received.
+
+        Returns:
+            Number of updates that were not known to be received.
+        """
+        before = sum(self.received.values())
         for origin, sequence in received.items():
             self.received[origin] = max(self.received.get(origin, 0), sequence)
+        return sum(self.received.values()) - before
 
 
 class Membership:
@@ -390,6 +396,7 @@ class RunState:
         # By joining replica, when its queue last moved or had room, and the number of
         # messages that had left it.
         self._moved: dict[int, tuple[float, int]] = {}
+        self._acknowledged = 0  # updates, by each replica of a mesh
         self._agreements = 0  # completed ``AGREE`` barriers
         self._opened_at = self._enough_at = now
         self._held: list[Message] = []  # updates held back, of leaving replicas
@@ -907,7 +914,7 @@ class RunState:
         """
         member = self.members.replicas[origin]
         member.advance(*progress)
-        member.acknowledge(received)
+        self._acknowledged += member.acknowledge(received)
         if generation <= member.generation:
             return False
         member.generation, member.adopted_at = generation, adopted_at
@@ -921,6 +928,13 @@ class RunState:
             (replicas[r].received.get(origin, 0) for r in others),
             default=replicas[origin].progress.sequence,
         )
+
+    @property
+    def moved(self) -> int:
+        """Messages that have left the queues of a relay, or were received in a mesh."""
+        if not self.spec.relayed:
+            return self._acknowledged
+        return sum(box.removed for box in self.outboxes.values())
 
     def training_progress(self) -> list[tuple[int, PeerProgress]]:
         """Progress of each replica that trains."""

@@ -575,9 +575,8 @@ class LiveRun:
         and the answer contains the progress of all replicas that train. With `leaves`,
         the last updates of the replica are accepted even if a queue is full. `steps`
         are those that the replica has taken, which messages about it name. With a
-        `needed_step`, it waits until all others have reached that. A relay answers how
-        many messages have left its queues: a replica that finds no room waits as long
-        as they move.
+        `needed_step`, it waits until all others have reached that. The answer contains
+        `RunState.moved`: a replica that finds no room waits as long as others move.
         """
         state = self.state
         member = state.members.taking_part(replica)
@@ -599,8 +598,7 @@ class LiveRun:
         if acknowledgement is None:
             if accepted and not (leaves or state.spec.synchronous or state.spec.merges):
                 await self._wait_for_arrival(replica, messages[:accepted])
-            moved = sum(box.removed for box in state.outboxes.values())
-            return {"accepted": accepted, "moved": moved}
+            return {"accepted": accepted, "moved": state.moved}
         received = dict(acknowledgement["received"])
         generation = acknowledgement["generation"]
         adopted_at = acknowledgement["adopted_at"]
@@ -608,6 +606,7 @@ class LiveRun:
             self.notify()
         return {
             "accepted": accepted,
+            "moved": state.moved,
             "received_by_all": state.received_by_all(replica),
             "peers": [(peer, *reached) for peer, reached in state.training_progress()],
         }

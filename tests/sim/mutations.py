@@ -320,7 +320,7 @@ MUTATIONS = {
     ),
     "a wait for a busy relay ends": Mutation(
         "daskdl.channel.remote",
-        "return ready() or (len(queue), inbox.received_bytes) != before",
+        "return ready() or counts() != before",
         "return ready()",
     ),
     "a full outbox accepts updates": Mutation(

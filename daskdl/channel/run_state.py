@@ -655,6 +655,10 @@ class RunState:
     def _ends_a_wait(self) -> bool:
         """Whether the wait of a replica ends with what was published and not sent."""
         replicas = self.members.replicas
+        members = replicas.values()
+        needed = {m.needed_step for m in members if m.needed_step and not m.gone}
+        if not needed:  # nearly always
+            return False
         slowest = min((reached.step for _, reached in self._busy()), default=math.inf)
         sent = min(
             (
@@ -664,7 +668,7 @@ class RunState:
             ),
             default=math.inf,
         )
-        return any(sent < m.needed_step <= slowest for m in replicas.values())
+        return any(sent < step <= slowest for step in needed)
 
     def next_waiting(self) -> list[Message]:
         """Return what of `waiting` can be sent at once: up to other messages."""

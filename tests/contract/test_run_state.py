@@ -518,6 +518,18 @@ def test_a_replica_that_says_again_what_it_waits_for_lets_no_others_be_sent():
     assert not state.due
 
 
+def test_what_a_lost_replica_waited_for_may_wait():
+    state = merging(4)
+    state.publish(0, [], PeerProgress(5, 0), needed_step=3)
+    state.lose(0, "it is gone", 100.0)
+    state.send_waiting()
+
+    for replica in (1, 2, 3):
+        state.publish(replica, [], PeerProgress(3, 0))
+
+    assert not state.due
+
+
 def test_a_wait_that_a_sum_ends_is_over_once_it_was_sent():
     state = merging()
     publish(state, 0)

@@ -309,6 +309,8 @@ EXCESS_UPDATES = 4
 EXCESS_BYTES = 16 * 2**20
 UPDATES = MessageKind.UPDATE, MessageKind.SUM  # what can be merged
 MERGEABLE = *UPDATES, MessageKind.PROGRESS  # what may wait for others
+# What names a step that its origin has completed.
+PROGRESSING = MessageKind.UPDATE, MessageKind.PROGRESS, MessageKind.JOINED
 # What may be sent before updates that wait: none of it depends on them.
 OVERTAKING = MessageKind.STOP, MessageKind.MEMBER, MessageKind.JOINED
 MAX_NAMED = 8  # gone replicas in a message, which fits a screen
@@ -586,7 +588,7 @@ class RunState:
     def _note_sent(self, messages: Iterable[Message]) -> None:
         """Note the progress in messages that the others are sent."""
         for message in messages:
-            if message.kind in (*MERGEABLE, MessageKind.JOINED):
+            if message.kind in PROGRESSING:
                 member = self.members.replicas[message.origin]
                 has_interval = message.kind == MessageKind.PROGRESS
                 interval = message.payload if has_interval else -1
@@ -978,7 +980,9 @@ class RunState:
 
         It is sent the later ones that the others have got already, one by one, and from
         then on the same as the others. That begins once the others have got all that
-        the snapshot contains, since the replica cannot subtract it from a sum.
+        the snapshot contains, since the replica cannot subtract it from a sum. It
+        begins at once if there are no sums. It does not wait for an update of the donor
+        if the queue is full, as there would be no room for that update.
 
         Args:
             replica: The replica.
@@ -994,14 +998,13 @@ class RunState:
                 self._release(replica)
 
     def _can_release(self, replica: int) -> bool:
-        """Whether the others have got all updates that a snapshot contains."""
-        members = self.members.replicas
-        contained, withheld = (
-            members[replica].contained,
-            self.outboxes[replica].withheld,
-        )
+        """Whether sending updates to a joining replica can begin; see `subscribe`."""
+        members, box = self.members.replicas, self.outboxes[replica]
+        contained, withheld = members[replica].contained, box.withheld
         if contained is None or withheld is None:
             return False
+        if not self.spec.merges:
+            return True
         count = self._count_waiting()
         return (
             len(withheld) >= count  # else some are older than the snapshot
@@ -1009,9 +1012,12 @@ class RunState:
                 message.sequence > contained.get(message.origin, 0)
                 for message in withheld[len(withheld) - count :]
             )
-            and all(
-                contained.get(origin, 0) <= member.progress.sequence or member.gone
-                for origin, member in members.items()
+            and (
+                2 * box.nbytes >= box.limit_bytes
+                or all(
+                    contained.get(origin, 0) <= member.progress.sequence or member.gone
+                    for origin, member in members.items()
+                )
             )
         )
 

@@ -341,10 +341,15 @@ class ReplicaEndpoint:
 
     # ---- event loop
 
-    async def deliver(self, messages: Sequence[Message]) -> int:
+    async def deliver(self, messages: Sequence[Message], asked_at: float) -> int:
         """Process messages in order; unreadable updates are counted and dropped.
 
         Updates that follow each other are decoded in one call.
+
+        Args:
+            messages: The messages.
+            asked_at: When the request came that has them, on the loop's clock. It may
+                have others for other replicas here.
 
         Returns:
             The number of messages before the first that must be sent again, because
@@ -356,17 +361,17 @@ class ReplicaEndpoint:
             if is_update:
                 count = await self._deliver_updates(batch)
             else:
-                count = await self._deliver_others(batch)
+                count = await self._deliver_others(batch, asked_at)
             accepted += count
             if count < len(batch):
                 break
         return accepted
 
-    async def _deliver_others(self, batch: Sequence[Message]) -> int:
+    async def _deliver_others(self, batch: Sequence[Message], asked_at: float) -> int:
         """Deliver sums and control messages; see `deliver`."""
         for place, message in enumerate(batch):
             if message.kind == MessageKind.SUM_AT:
-                delivered = await self._deliver_fetched(message)
+                delivered = await self._deliver_fetched(message, asked_at)
             elif message.kind == MessageKind.SUM:
                 delivered = await self._deliver_sum(message)
             else:
@@ -445,7 +450,7 @@ class ReplicaEndpoint:
             self.routing.keep(message)
         return taken
 
-    async def _deliver_fetched(self, message: Message) -> bool:
+    async def _deliver_fetched(self, message: Message, asked_at: float) -> bool:
         """Fetch a sum and process it, as `deliver` an update.
 
         Over a slow link, it may arrive later than the scheduler waits for the answer.
@@ -460,9 +465,9 @@ class ReplicaEndpoint:
                     sums.coming[number] = coming
                     self._coming.append(coming)
                 coming = sums.coming[number]
-                await asyncio.wait(
-                    {coming}, timeout=self._spec.timeouts.request * 5 / 6
-                )
+                answered_at = asked_at + self._spec.timeouts.request * 5 / 6
+                left_s = max(answered_at - self.connection.loop.time(), 0.0)
+                await asyncio.wait({coming}, timeout=left_s)
                 if not coming.done():
                     return False
                 del sums.coming[number]
@@ -823,7 +828,8 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         """Deliver messages of the relay or of another replica to a replica here."""
         endpoint = self._endpoint_of(run, replica)
         batch = [Message.from_wire(fields) for fields in messages]
-        return {"accepted": await endpoint.deliver(batch)}
+        asked_at = asyncio.get_running_loop().time()
+        return {"accepted": await endpoint.deliver(batch, asked_at)}
 
     async def handle_deliver_batches(
         self,
@@ -836,20 +842,23 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         batches = [
             (replica, [unpacked[i] for i in places]) for replica, places in shares
         ]
+        asked_at = asyncio.get_running_loop().time()
         answers = [
-            await self._shared(run=run, replica=replica, messages=batch)
+            await self._shared(
+                run=run, replica=replica, messages=batch, asked_at=asked_at
+            )
             for replica, batch in batches
         ]
         return {"answers": answers}
 
     async def _share(
-        self, run: RunId, replica: Natural, messages: Sequence[Any]
+        self, run: RunId, replica: Natural, messages: Sequence[Any], asked_at: float
     ) -> Fields:
         endpoint = self._endpoint_of(run, replica)
         for message in messages:
             if isinstance(message, Exception):
                 raise message
-        return {"accepted": await endpoint.deliver(messages)}
+        return {"accepted": await endpoint.deliver(messages, asked_at)}
 
     async def handle_snapshot(
         self,

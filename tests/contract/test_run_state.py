@@ -264,6 +264,31 @@ def test_a_joining_replica_does_not_wait_for_an_update_of_a_donor_that_is_lost()
     assert names(state, replica) == [[(0, 1)]]
 
 
+def test_a_joining_replica_with_a_full_queue_does_not_wait_for_its_donor():
+    """There is no room for the update of the donor before the queue moves."""
+    state = merging(relay_bytes=4 * EACH)
+    replica, _ = joining(state, state.spec.queue_bytes)
+    for sequence in (1, 2):
+        publish(state, 1, sequence)
+        state.send_waiting()
+    refused = state.publish(0, [framed_update(0, 1, 0)], PeerProgress(1, 1)) == 0
+
+    state.subscribe(replica, {0: 1, 1: 1})
+
+    assert refused
+    assert names(state, replica) == [[(1, 2)]]
+
+
+def test_a_joining_replica_does_not_wait_for_its_donor_if_there_are_no_sums():
+    state = joined()
+    replica, _ = joining(state)
+    publish(state, 1, 1)
+
+    state.subscribe(replica, {0: 1})
+
+    assert names(state, replica) == [[(1, 1)]]
+
+
 def test_a_replica_that_asks_for_another_snapshot_is_sent_no_updates_until_it_has_it():
     state = merging()
     replica, cut = joining(state)
@@ -709,6 +734,19 @@ def test_a_sum_waits_until_each_replica_has_sent_an_update():
     total, progress = queued(state, 1)
     assert summands(total) == [(0, 1), (0, 2), (1, 1), (2, 1)]
     assert (progress.kind, progress.step) == ("progress", 5)
+
+
+def test_a_sum_that_waits_is_sent_in_a_run_that_has_lost_its_earliest_replicas():
+    """Its replicas are numbered on from those."""
+    state = merging({5: "tcp://a", 6: "tcp://b", 7: "tcp://c"})
+    publish(state, 5)
+    publish(state, 6)
+    keep_merged(state)
+
+    publish(state, 7)
+    send_merged(state)
+
+    assert names(state, 5) == [[(5, 1), (6, 1), (7, 1)]]
 
 
 def test_a_sum_that_waits_is_sent_at_once_if_need_be():

@@ -315,11 +315,14 @@ async def test_a_sum_that_a_worker_does_not_pass_on_comes_from_the_scheduler(
 SHORT = bounds(request=3.0)
 
 
+@pytest.mark.parametrize("each", [1, 3])
 @simulated(2)
-async def test_a_sum_that_takes_longer_than_a_request_arrives(c, s, a, b, monkeypatch):
+async def test_a_sum_that_takes_longer_than_a_request_arrives(
+    c, s, a, b, each, monkeypatch
+):
     """It comes on over a slow link, however often the scheduler asks meanwhile."""
     options = {"monkeypatch": monkeypatch, "timeouts": SHORT}
-    async with merging_run(c, s, a, b, **options) as run:
+    async with merging_run(c, s, *[a, b] * each, **options) as run:
         for worker in (a, b):
             monkeypatch.setitem(worker.handlers, FETCH, gone)
         answering = s.handlers[FETCH]

@@ -139,8 +139,8 @@ MUTATIONS = {
     ),
     "what waits in a relay is dropped": Mutation(
         "daskdl.channel.run_state",
-        "                self._send_together(sent, together)",
-        "                self._send_together(sent if together else [], together)",
+        "            self.waiting = self.waiting[len(sent) :]",
+        "            self.waiting = []",
     ),
     "news overtake what waits in a relay": Mutation(
         "daskdl.channel.run_state",

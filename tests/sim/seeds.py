@@ -19,7 +19,7 @@ CHOSEN = (
     *(150, 156, 241, 333, 391, 423, 868),
     *(66, 92, 115, 162, 169, 194, 647),  # damaged updates, replaced and not
     *(9, 149, 240),  # snapshots over narrow links
-    *(132, 148, 231, 251, 317, 1062, 1615, 2054, 2697, 2843, 7585),
+    *(72, 132, 148, 231, 251, 317, 1062, 1615, 2054, 2697, 2843, 7585),
     *(152, 392),  # many workers that join at once, with a relay and in a mesh
     *CROWDED,
 )

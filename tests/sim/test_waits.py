@@ -288,3 +288,29 @@ async def test_a_pause_of_the_scheduler_is_no_silence_of_the_replicas(c, s, a, b
         assert members.present == [0, 1]
         run.link(1).stop_sending()
         await wait_until(lambda: members.present == [0])
+
+
+@simulated(3)
+async def test_a_replica_that_waits_for_room_outlasts_one_that_hangs(
+    c, s, *workers, monkeypatch
+):
+    """The queue for that one is full until the scheduler removes it."""
+    timeouts = bounds(silence=4.0, request=3.0)
+    options = {"relay_bytes": 1, "outbox_bytes": 1, "timeouts": timeouts}
+    async with a_run(c, s, *workers, **options) as run:
+
+        async def silent(**fields):
+            await asyncio.sleep(1e3)
+
+        hanging = run.record.members.replicas[2]
+        heard_at = hanging.heartbeat_at
+        await wait_until(lambda: hanging.heartbeat_at > heard_at)
+        monkeypatch.setitem(workers[2].handlers, "daskdl_deliver", silent)
+        run.link(2).stop_sending()
+        assert publish(run.channels[0])
+        await wait_until(lambda: run.record.members.replicas[0].progress.sequence)
+
+        assert publish(run.channels[1])
+
+        assert await in_thread(run.channels[1].has_room, wait=True)
+        assert hanging.gone

@@ -462,7 +462,7 @@ class Inbox:
 
     Attributes:
         replica: As passed.
-        in_order: As passed; False after an unreadable update, or after `activate`.
+        in_order: As passed; False if the replica joins, or got an unreadable update.
         stopped: Reason why the replica has to leave; None while the run continues.
         awaits_snapshot: Whether the replica has not joined, or waits for its snapshot.
             Until then no update counts as received or missing.
@@ -667,7 +667,8 @@ class Inbox:
     def record_progress(self, origin: int, progress: PeerProgress) -> bool:
         """Record the progress of another replica; return whether it was new."""
         with self.changed:
-            complete = math.inf if self.in_order else self.received.complete(origin)
+            counts = self.in_order and not self.awaits_snapshot
+            complete = math.inf if counts else self.received.complete(origin)
             is_new = self.peers.record_progress(origin, progress, complete)
             self.changed.notify_all()
             return is_new

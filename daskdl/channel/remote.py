@@ -304,6 +304,8 @@ class RemoteChannel(Channel):
             self._endpoint.start_from_snapshot({}, self._spec.grid, {})
             self._endpoint.start()
             return JoinResult(members, None)
+        # A relay withholds updates, and sends the progress of the others meanwhile.
+        self._inbox.in_order = False
         self._endpoint.start()
         return JoinResult([self._replica], self._snapshot(answer))
 
@@ -324,11 +326,11 @@ class RemoteChannel(Channel):
 
         A donor makes no snapshot while it validates, or in the middle of a step. An
         attempt that begins in time counts, even if the process is suspended meanwhile,
-        so the last one begins after the deadline. Once
-        the plain values have arrived, this replica takes updates in again, while the
-        arrays arrive in parts: waiting updates would hold up the others. While all
-        donors serve others, nothing bounds the wait but the patience of those others,
-        each of which becomes a donor or fails.
+        so the last one begins after the deadline. Once the plain values have arrived,
+        this replica takes updates in again, while the arrays arrive in parts: waiting
+        updates would hold up the others. While all donors serve others, nothing bounds
+        the wait but the patience of those others, each of which becomes a donor or
+        fails.
         """
         request, seen = self._timeouts.bound("request"), dict[int, int]()
         deadline = self._now() + self._patience.seconds
@@ -386,8 +388,6 @@ class RemoteChannel(Channel):
         answer = self._ask(WaitCause.ACTIVATE, protocol.ACTIVATE, None, step=step)
         interval = answer["interval"]
         self._inbox.progress = PeerProgress(step, self.published, interval - 1)
-        # This answer may overtake updates of the others on their way through a relay.
-        self._inbox.in_order = False
         members = self._record_members(answer["members"])
         return ActivateResult(members, answer["epoch"], answer["report"], interval)
 

@@ -182,7 +182,7 @@ WATCHDOG_S = 0.25
 GRACE_S = 3.0  # for the replicas of a closing worker to flush, which waits 2 s at most
 MAX_REPLICAS = 1000  # per worker
 # A joining replica asks again after this time if all donors serve others. If it is a
-# member already, it buffers updates meanwhile, and each answer lets it drop them.
+# member already, updates are kept for it meanwhile, and dropped with each answer.
 QUEUED_S = 1.0
 DESCRIBE_S = 5.0  # longest time for a worker to say what its replicas do
 FINISHED = "the run was closed"  # why a run stops that its client closes
@@ -464,7 +464,7 @@ class LiveRun:
 
         asks_again = replica in state.outboxes
         if not asks_again:
-            # As a member, it would have to buffer all updates until a donor is free.
+            # All updates would be kept for a member until a donor is free.
             with contextlib.suppress(TimeoutError):
                 await self.until(has_donor, QUEUED_S)
             if not members.is_here(replica):

@@ -399,7 +399,8 @@ class Outbox:
         limit_bytes: Bound on `nbytes`; callers of `append` check it with `has_room`.
 
     Attributes:
-        nbytes: Bytes of the queued messages, each with `MESSAGE_BYTES` of overhead.
+        nbytes: Bytes of the queued messages and of withheld ones, each with
+            `MESSAGE_BYTES` of overhead.
         withheld: Updates that are withheld, oldest first; None: it withholds none.
         added: Number of messages appended so far.
         removed: Number of messages that have arrived.
@@ -684,10 +685,10 @@ class SendLoop:
         sent_bytes = sum(message.nbytes + MESSAGE_BYTES for message in batch)
         prompt_s = PROMPT * self.bound.seconds
         if took_s > prompt_s:
-            self._batch_bytes = sent_bytes * prompt_s / took_s
+            most = sent_bytes * prompt_s / took_s
         else:
-            longest = 2 * max(self._batch_bytes, sent_bytes)
-            self._batch_bytes = min(longest, BATCH_BYTES)
+            most = 2 * max(self._batch_bytes, sent_bytes)
+        self._batch_bytes = min(most, BATCH_BYTES)
 
     def _unanswered(self, bound: Bound) -> WaitTimeoutError:
         now = asyncio.get_running_loop().time()

@@ -103,6 +103,22 @@ def test_a_snapshot_replaces_pending_updates():
     assert inbox.pending.take()[1][:2].tolist() == [2, 0]
 
 
+def test_no_step_counts_before_a_snapshot_without_its_updates():
+    """Progress may come before a replica knows that it joins others."""
+    inbox = filled()
+    inbox.awaits_snapshot = True
+    inbox.record_progress(7, PeerProgress(step=4, sequence=2))
+    inbox.in_order = False
+
+    inbox.begin({7: (1, ())}, GRID, {})
+    before = dict(inbox.peers.progress)
+    inbox.awaits_snapshot = False
+    assert put(inbox, 7, 2)
+
+    assert before == {}
+    assert inbox.peers.progress[7].step == 4
+
+
 def test_updates_in_a_snapshot_are_not_received_again():
     received = ReceivedSet({0: (2, (4,)), 1: [3, []]})  # lists as from the wire
 

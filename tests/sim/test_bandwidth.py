@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from daskdl import codec
-from daskdl.channel import protocol
-from daskdl.channel.protocol import Message
+from daskdl.channel import protocol, transport
+from daskdl.channel.protocol import MESSAGE_BYTES, Message
 from daskdl.channel.remote import JOIN_PACE_S
 from daskdl.channel.run_state import MAX_READERS
-from daskdl.channel.transport import Outbox, SendLoop
+from daskdl.channel.transport import PROMPT, Outbox, SendLoop
 from daskdl.config import Bound
 from tests.sim.cluster import run_simulated, simulated
 from tests.support.channels import (
@@ -30,7 +30,7 @@ from tests.support.channels import (
     totals,
     wait_until,
 )
-from tests.support.run_states import SIZE
+from tests.support.run_states import EACH, SIZE
 
 REQUEST_S = 1.0
 PART_BYTES = 1000
@@ -136,6 +136,58 @@ async def test_a_batch_is_as_large_as_a_slow_link_carries_promptly(c, s, a):
 
     # Four take too long, three do not. The first one is sent alone after a timeout.
     assert sizes == [1, 2, 4, 3, 6, 1, 2, 4, 3, 4]
+
+
+@simulated(1)
+async def test_a_large_message_that_takes_long_lets_no_batch_be_larger_than_the_bound(
+    c, s, a, monkeypatch
+):
+    monkeypatch.setattr(transport, "BATCH_BYTES", 3 * EACH)
+    outbox, sizes = Outbox(math.inf), []
+
+    async def send(batch):
+        sizes.append(len(batch))
+        await asyncio.sleep(0.0 if sizes[1:] else 1.1 * PROMPT * REQUEST_S)
+        return len(batch)
+
+    for nbytes in (100 * EACH, *[EACH - MESSAGE_BYTES] * 4):
+        outbox.append(Message("update", 0, len(outbox) + 1, 0, nbytes=nbytes))
+    destination = {"bound": Bound(REQUEST_S, ("request",)), "destination": "replica 7"}
+    loop = SendLoop(outbox, send, pace_s=0.0, beat_s=1e3, **destination)
+    loop.wake()
+    sending = asyncio.ensure_future(loop.run())
+    await wait_until(lambda: not len(outbox))
+    sending.cancel()
+
+    assert sizes == [1, 3, 1]
+
+
+@simulated(2)
+async def test_a_step_of_which_an_update_is_withheld_does_not_count(
+    c, s, a, b, monkeypatch
+):
+    async with a_run(c, s, a, b, timeouts=BOUNDS, routing="plain") as run:
+        donor, peer = run.channels[0], run.channels[1]
+        serve(donor)
+        subscribed = held_up(s.handlers, "daskdl_subscribe", monkeypatch)
+        subscribing = recorded(s.handlers, "daskdl_subscribe", monkeypatch)
+        replica, newcomer = await run.newcomer(b)
+        joining = begin(newcomer.join)
+        await wait_until(lambda: run.link(0).snapshot_requests)
+        donor.check()
+        await wait_until(lambda: subscribing)
+        peers = run.link(replica).inbox.peers
+
+        assert publish(peer, step=1)
+        await in_thread(donor.wait_for_updates, {1: 1})
+        peer.progress(2)
+        await wait_until(lambda: peers.announced.get(1, (0,))[0] == 2)
+        before = peers.progress.get(1, (0,))[0]
+        subscribed.set()
+        await joining
+        await in_thread(newcomer.wait_for_updates, {1: 1})
+
+        assert (before, peers.progress[1].step) == (0, 2)
 
 
 @EITHER

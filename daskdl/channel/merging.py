@@ -101,8 +101,9 @@ def merged(messages: Sequence[Message], run: int, excess: float = 1.0) -> list[M
         singles = summed[is_wide]
         before = sum(m.nbytes + WIRE_BYTES for m in singles)
         most = before * excess if before > TREE_BYTES else before
-        frame = encoder.encode()
-        if frame.nbytes + WIRE_BYTES >= most or (len(singles) == 1 and most == before):
+        is_sum = len(singles) > 1 or most > before
+        frame = encoder.encode() if is_sum else None
+        if frame is None or frame.nbytes + WIRE_BYTES >= most:
             left += singles
         else:
             nbytes = frame.nbytes

@@ -823,6 +823,17 @@ def test_one_large_update_travels_along_a_tree_if_a_sum_may_take_more(excess, ki
     assert [m.kind for m in sent] == kinds
 
 
+def test_an_update_that_does_not_fit_a_sum_alone_stays_as_it_is():
+    stamp = Stamp(SPEC.run, 0, 1, 1)
+    least_N = np.full(SIZE, np.iinfo(np.int32).min, np.int32)
+    frame = codec.encode_dense(stamp, GRID, least_N)
+    messages = [Message.update(stamp, 1, frame.nbytes, frame), framed_update(1, 1, 3)]
+
+    together = merged(messages, SPEC.run)
+
+    assert [m.origin for m in together] == [0, 1]
+
+
 def test_updates_that_no_sum_can_contain_take_their_own_room_in_a_queue():
     each = unreadable_update(0, 1).nbytes + MESSAGE_BYTES
     state = merging(3, relay_bytes=4 * each)

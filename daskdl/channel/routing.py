@@ -166,6 +166,7 @@ class ToScheduler(Destination):
             progress=progress,
             steps=routing.inbox.steps,
             leaves=routing.leaving,
+            fetching=routing.fetching,
             **needed,
             **acknowledgement,
             **routing.take_live(),
@@ -285,6 +286,7 @@ class Routing(ABC):
         to_scheduler: Sends heartbeats, whatever the routing.
         leaving: Whether this replica has published its last update; the scheduler
             accepts it even if a queue is full.
+        fetching: Whether a sum is on its way to this replica.
         needed_step: This replica waits until all others have reached this step, of
             which a relay that merges updates has to know; 0: it does not wait.
         live: The newest report for the dashboard, until it is sent.
@@ -298,6 +300,7 @@ class Routing(ABC):
     others_kept: RetransmitBuffer
     to_scheduler: ToScheduler
     leaving: bool
+    fetching: bool
     needed_step: int
     live: deque[LiveReport]
 
@@ -309,7 +312,7 @@ class Routing(ABC):
         self.workers = {}
         self.own_kept = RetransmitBuffer(spec.outbox_bytes, evicts=self.relayed)
         self.others_kept = RetransmitBuffer(spec.inbox_bytes)
-        self.leaving = False
+        self.leaving = self.fetching = False
         self.needed_step = 0
         self.live = deque(maxlen=1)
         self.to_scheduler = ToScheduler(

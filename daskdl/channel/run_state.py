@@ -335,6 +335,7 @@ class RunState:
         report: The last epoch's end: "payloads", each ``[replica, payload]``, and the
             work "departed"; empty before the first.
         holding: Whether updates are held back, see `_complete`.
+        fetching: Number of heartbeats of replicas to which a sum was on its way.
         waiting: Updates and progress that wait for others, to be sent with them, and
             other messages that must not overtake these. The first may be a sum of
             earlier updates. Replaced by `send_waiting` and `keep_sum`.
@@ -359,6 +360,7 @@ class RunState:
     interval: int
     report: Mapping[str, Any]
     holding: bool
+    fetching: int
     waiting: list[Message]
     on_waiting: Callable[[], object]
     on_due: Callable[[], object]
@@ -383,6 +385,7 @@ class RunState:
         self.interval = 0
         self.report = {}
         self.holding = False
+        self.fetching = 0
         self.on_waiting = self.on_due = lambda: None
         self.waiting = []
         self._unmerged_bytes = 0  # of what waits, apart from the sum
@@ -937,10 +940,15 @@ class RunState:
 
     @property
     def moved(self) -> int:
-        """Messages that have left the queues of a relay, or were received in a mesh."""
+        """What grows while messages arrive at other replicas.
+
+        In a mesh it is the number of updates that were received; in a relay the number
+        of messages that have left its queues, and of heartbeats with the note that a
+        sum is on its way.
+        """
         if not self.spec.relayed:
             return self._acknowledged
-        return sum(box.removed for box in self.outboxes.values())
+        return self.fetching + sum(box.removed for box in self.outboxes.values())
 
     def training_progress(self) -> list[tuple[int, PeerProgress]]:
         """Progress of each replica that trains."""

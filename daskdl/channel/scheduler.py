@@ -566,6 +566,7 @@ class LiveRun:
         acknowledgement: Acknowledgement | None = None,
         live: LiveReport | None = None,
         leaves: bool = False,
+        fetching: bool = False,
         steps: Natural = 0,
         needed_step: Natural = 0,
     ) -> Fields:
@@ -573,13 +574,15 @@ class LiveRun:
 
         In a mesh there is an acknowledgement, updates only from a replica that leaves,
         and the answer contains the progress of all replicas that train. With `leaves`,
-        the last updates of the replica are accepted even if a queue is full. `steps`
+        the last updates of the replica are accepted even if a queue is full. With
+        `fetching`, a sum is on its way to it, perhaps over a slow link. `steps`
         are those that the replica has taken, which messages about it name. With a
         `needed_step`, it waits until all others have reached that. The answer contains
         `RunState.moved`: a replica that finds no room waits as long as others move.
         """
         state = self.state
         member = state.members.taking_part(replica)
+        state.fetching += fetching
         for update in messages:
             if update.kind != MessageKind.UPDATE or update.origin != replica:
                 raise ValueError(

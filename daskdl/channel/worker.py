@@ -336,6 +336,7 @@ class ReplicaEndpoint:
         self._spec = spec
         self._left = asyncio.Event()
         self._running: list[concurrent.futures.Future[None]] = []
+        self._unfetched = 0  # number of the last sum that did not arrive
         # The latest that this replica has begun to fetch.
         self._coming = deque[asyncio.Task[Fetched | None]](maxlen=SUMS_KEPT)
 
@@ -464,15 +465,18 @@ class ReplicaEndpoint:
                     coming = asyncio.ensure_future(self._fetch_sum(message))
                     sums.coming[number] = coming
                     self._coming.append(coming)
+                    self.routing.fetching = number != self._unfetched
                 coming = sums.coming[number]
                 answered_at = asked_at + self._spec.timeouts.request * 5 / 6
                 left_s = max(answered_at - self.connection.loop.time(), 0.0)
                 await asyncio.wait({coming}, timeout=left_s)
                 if not coming.done():
                     return False
-                del sums.coming[number]
+                self.routing.fetching = False
+                sums.coming.pop(number, None)
                 fetched = None if coming.cancelled() else coming.result()
                 if fetched is None:
+                    self._unfetched = number
                     return False
                 frame, total = fetched
                 await sums.keep(number, frame)

@@ -211,6 +211,7 @@ class Attack:
             "failure": failure_of(RuntimeError("boom"), step=0),
             "retires": False,
             "leaves": False,
+            "fetching": False,
             "live": [*LiveReport(at_s=1.0)],
             "rows": [],
             "forms": [["model", "|u1", [4]]],

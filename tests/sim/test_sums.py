@@ -341,6 +341,34 @@ async def test_a_sum_that_takes_longer_than_a_request_arrives(
 
 
 @simulated(2)
+async def test_a_replica_waits_for_room_while_a_sum_is_on_its_way_to_another(
+    c, s, a, b, monkeypatch
+):
+    timeouts = bounds(request=2.0, silence=2.0)
+    options = {"relay_bytes": 800, "outbox_bytes": 1, "timeouts": timeouts}
+    async with merging_run(c, s, a, b, monkeypatch=monkeypatch, **options) as run:
+        for worker in (a, b):
+            monkeypatch.setitem(worker.handlers, FETCH, gone)
+        answering = s.handlers[FETCH]
+
+        async def slow(**fields):
+            await asyncio.sleep(12.0)
+            return await answering(**fields)
+
+        monkeypatch.setitem(s.handlers, FETCH, slow)
+        await publish_all(run)
+        boxes = run.record.outboxes
+        await wait_until(lambda: sorted(map(len, boxes.values())) == [0, 1])
+        (fast,) = (replica for replica, box in boxes.items() if not len(box))
+
+        for step in (2, 3):  # there is room for the first
+            assert await in_thread(run.channels[fast].has_room, wait=True)
+            assert publish(run.channels[fast], step=step)
+
+        assert await in_thread(run.channels[fast].has_room, wait=True)
+
+
+@simulated(2)
 async def test_a_replica_waits_for_room_as_long_as_the_queues_of_a_relay_move(
     c, s, a, b, monkeypatch
 ):

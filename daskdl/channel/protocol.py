@@ -271,12 +271,8 @@ LEASE, MISSING = "daskdl_lease", "daskdl_missing"
 BARRIER, FAIL, LEAVE = "daskdl_barrier", "daskdl_fail", "daskdl_leave"
 # the same; also to a worker, from a replica on another one
 FETCH_SUM = "daskdl_fetch_sum"
-OF_REPLICAS = frozenset(
-    {
-        *(JOIN, SUBSCRIBE, ACTIVATE, PUBLISH, LEASE, MISSING, BARRIER, FAIL, LEAVE),
-        FETCH_SUM,
-    }
-)
+OF_REPLICAS = {JOIN, SUBSCRIBE, ACTIVATE, PUBLISH, LEASE, MISSING, BARRIER, FAIL, LEAVE}
+OF_REPLICAS |= {FETCH_SUM}
 # request to a worker, from the scheduler or from a replica on another worker
 DELIVER = "daskdl_deliver"
 # request to a worker with several replicas, from the scheduler

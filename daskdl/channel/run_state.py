@@ -495,7 +495,8 @@ class RunState:
             return
         if self.outboxes[replica].withheld is not None:
             self._release(replica)
-        member.active = True
+        member.active, member.contained = True, None
+        self._moved.pop(replica, None)
         member.progress = member.progress._replace(step=step)
         self._send(Message.control(MessageKind.JOINED, replica, step=step), but=replica)
         self.post("joined", replica=replica, worker=member.worker)

@@ -44,6 +44,7 @@ from daskdl.channel.inbox import (
     sum_on_grid,
     undecoded_bytes,
 )
+from daskdl.channel.merging import UNREADABLE
 from daskdl.channel.protocol import (
     FAIL,
     FETCH_SUM,
@@ -87,7 +88,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INLINE_BYTES = 2**20  # more bytes of frames are decoded in a thread
-UNREADABLE_SUM = CodecError, TypeError, ValueError, LookupError  # errors of reading it
 BUFFERED = 16  # updates that are decoded together when the snapshot has arrived
 
 
@@ -508,7 +508,7 @@ class ReplicaEndpoint:
                     answer = await asking
                 frame = copied(answer["frame"])
                 return frame, self._read_sum(frame)
-            except (OSError, *UNREADABLE_SUM) as error:  # a TimeoutError is an OSError
+            except (OSError, *UNREADABLE) as error:  # a TimeoutError is an OSError
                 logger.info("sum %s from %s: %s", message.sequence, address, error)
                 if address is not None and isinstance(error, OSError):
                     sums.avoid(address, loop.time())
@@ -522,7 +522,7 @@ class ReplicaEndpoint:
         try:
             frame = unwrap(message.payload)
             total = self._read_sum(frame)
-        except UNREADABLE_SUM as error:
+        except UNREADABLE as error:
             self._refuse_sum(error)
             return True
         if message.sequence:

@@ -234,16 +234,21 @@ def test_a_joining_replica_gets_no_sum_with_an_update_of_its_snapshot(is_summed)
     assert names(state, 2) == [[(0, 1)], [(0, 2), (1, 1)], [(1, 2), (2, 1)]]
 
 
-def test_a_joining_replica_is_sent_updates_once_those_of_its_donor_have_come():
-    """Its snapshot contains an update that has not reached the scheduler."""
-    state = merging()
+def subscribed_early(state):
+    """A replica whose snapshot contains an update that the scheduler lacks."""
     replica, _ = joining(state)
     send_merged(state)
     publish(state, 0, 1)
     send_merged(state)
-
     state.subscribe(replica, {1: 1})
+    return replica
+
+
+def test_a_joining_replica_is_sent_updates_once_those_of_its_donor_have_come():
+    state = merging()
+    replica = subscribed_early(state)
     before = names(state, replica)
+
     publish(state, 1, 1)
     publish(state, 2, 1)
     send_merged(state)
@@ -253,11 +258,7 @@ def test_a_joining_replica_is_sent_updates_once_those_of_its_donor_have_come():
 
 def test_a_joining_replica_does_not_wait_for_an_update_of_a_donor_that_is_lost():
     state = merging()
-    replica, _ = joining(state)
-    send_merged(state)
-    publish(state, 0, 1)
-    send_merged(state)
-    state.subscribe(replica, {1: 1})
+    replica = subscribed_early(state)
 
     state.lose(1, "it is gone", 100.0)
 

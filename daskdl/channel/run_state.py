@@ -644,7 +644,7 @@ class RunState:
     def crowded(self) -> bool:
         """Whether updates that wait should be merged now, and their sum wait instead.
 
-        That is the case if they fill half of a queue, which has room for one sum.
+        That is the case if they fill half of a queue, as much as a sum may take.
         """
         if 2 * self._unmerged_bytes < self.spec.queue_bytes:
             return False
@@ -746,7 +746,7 @@ class RunState:
             if box.withheld is None:
                 worker = self.members.replicas[replica].worker
                 singles = [m for m in together if m.kind != MessageKind.SUM]
-                chosen = [*(total[worker] for total in sums), *singles]
+                chosen = [total[worker] for total in sums] + singles
             for message in (*chosen, *progress.values()):
                 is_sum = message.kind in (MessageKind.SUM, MessageKind.SUM_AT)
                 if is_sum or message.origin != replica:

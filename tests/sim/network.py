@@ -96,13 +96,13 @@ class Link:
 
     def __init__(self, network, bandwidth):
         self.bandwidth = bandwidth
-        self._network = network
-        self._world = network.world
-        self._now = self._world.now  # when `_passed` was right
-        self._passed = 0.0  # bytes of a message that was on the link all the time
-        self._messages = {}  # `_passed` at its end, and what is done then; by number
-        self._numbers = itertools.count()
-        self._planned = 0  # changes of the messages
+        self.network = network
+        self.world = network.world
+        self.proceeded_at = self.world.now  # when `passed_bytes` was right
+        self.passed_bytes = 0.0  # bytes of a message that was on the link all the time
+        self.messages = {}  # by number: `passed_bytes` at its end, what is done then
+        self.numbers = itertools.count()
+        self.planned = 0  # changes of the messages
 
     def carry(self, nbytes, passed):
         """Put a message on the link; return what takes it off again.
@@ -111,42 +111,42 @@ class Link:
             nbytes: Its size.
             passed: Called once it has passed.
         """
-        number = next(self._numbers)
-        self._proceed()
-        self._messages[number] = self._passed + nbytes, passed
-        self._plan()
+        number = next(self.numbers)
+        self.proceed()
+        self.messages[number] = self.passed_bytes + nbytes, passed
+        self.plan()
 
         def take_off():
-            self._proceed()
-            self._messages.pop(number, None)
-            self._plan()
+            self.proceed()
+            self.messages.pop(number, None)
+            self.plan()
 
         return take_off
 
-    def _proceed(self):
-        before, self._now = self._now, self._world.now
-        if self._messages:
-            carried_bytes = (self._now - before) * self.bandwidth
-            self._passed += carried_bytes / len(self._messages)
+    def proceed(self):
+        before, self.proceeded_at = self.proceeded_at, self.world.now
+        if self.messages:
+            carried_bytes = (self.proceeded_at - before) * self.bandwidth
+            self.passed_bytes += carried_bytes / len(self.messages)
 
-    def _plan(self):
+    def plan(self):
         """Let the next message pass at its time, unless the messages change before."""
-        self._planned += 1
-        if self._messages:
-            end = min(end for end, _ in self._messages.values())
-            left_bytes = max(0.0, end - self._passed) * len(self._messages)
-            over = functools.partial(self._over, self._planned)
-            process = self._network.process
-            self._world.after(left_bytes / self.bandwidth, process, over)
+        self.planned += 1
+        if self.messages:
+            end = min(end for end, _ in self.messages.values())
+            left_bytes = max(0.0, end - self.passed_bytes) * len(self.messages)
+            over = functools.partial(self.end, self.planned)
+            process = self.network.process
+            self.world.after(left_bytes / self.bandwidth, process, over)
 
-    def _over(self, plan):
-        if plan != self._planned:
+    def end(self, plan):
+        if plan != self.planned:
             return
-        self._proceed()
-        number = min(self._messages, key=lambda number: self._messages[number][0])
-        end, passed = self._messages.pop(number)
-        self._passed = max(self._passed, end)
-        self._plan()
+        self.proceed()
+        number = min(self.messages, key=lambda number: self.messages[number][0])
+        end, passed = self.messages.pop(number)
+        self.passed_bytes = max(self.passed_bytes, end)
+        self.plan()
         passed()
 
 

@@ -13,13 +13,14 @@ from tests.sim.mutations import MUTATIONS, apply
 # Seeds that find the faults of `mutations`, one of which each was chosen for. A change
 # of the channel or of the simulation moves them: `--mutations` says which seeds find
 # the faults now, and which ones none of these finds.
+RARE = 72, 132, 148, 231, 251, 317, 1062, 1615, 2054, 2697, 2843, 7585  # faults
 CROWDED = 54, 835  # 64 workers, in a mesh and with a relay
 CHOSEN = (
     *(0, 1, 2, 3, 4, 5, 7, 14, 15, 17, 19, 20, 22, 31, 41, 44, 56, 77, 79, 82, 86, 122),
     *(150, 156, 241, 333, 391, 423, 868),
     *(66, 92, 115, 162, 169, 194, 647),  # damaged updates, replaced and not
     *(9, 149, 240),  # snapshots over narrow links
-    *(72, 132, 148, 231, 251, 317, 1062, 1615, 2054, 2697, 2843, 7585),
+    *RARE,
     *(152, 392),  # many workers that join at once, with a relay and in a mesh
     *CROWDED,
 )

@@ -56,20 +56,26 @@ def serve(channel):
     return served
 
 
+async def begin_to_join(run, scheduler, server, part_s):
+    """Let a replica join over a link that carries a part in so many seconds."""
+    _, newcomer = await run.newcomer(server)
+    scheduler.network.bandwidth[server.address] = PART_BYTES / part_s
+    joining = begin(newcomer.join)
+    await wait_until(lambda: run.link(0).snapshot_requests)
+    run.channels[0].check()
+    return joining
+
+
 @EITHER
 @simulated(2)
 async def test_a_snapshot_that_takes_longer_than_a_request_may_arrives(
     c, s, a, b, routing, monkeypatch
 ):
     async with a_run(c, s, a, b, timeouts=BOUNDS, routing=routing) as run:
-        served, joining = serve(run.channels[0]), None
+        served = serve(run.channels[0])
         requests = recorded(a.handlers, "daskdl_fetch", monkeypatch)
-        _, newcomer = await run.newcomer(b)
-        s.network.bandwidth[b.address] = PART_BYTES / (0.6 * REQUEST_S)
+        joining = await begin_to_join(run, s, b, part_s=0.6 * REQUEST_S)
 
-        joining = begin(newcomer.join)
-        await wait_until(lambda: run.link(0).snapshot_requests)
-        run.channels[0].check()
         snapshot = (await joining).snapshot
 
         assert len(snapshot["ballast"]) == PARTS * PART_BYTES - 4 * SIZE
@@ -85,12 +91,8 @@ async def test_a_part_that_takes_longer_than_a_request_may_is_requested_once(
     async with a_run(c, s, a, b, timeouts=BOUNDS, routing=routing) as run:
         serve(run.channels[0])
         requests = recorded(a.handlers, "daskdl_fetch", monkeypatch)
-        _, newcomer = await run.newcomer(b)
-        s.network.bandwidth[b.address] = PART_BYTES / (1.5 * REQUEST_S)
+        joining = await begin_to_join(run, s, b, part_s=1.5 * REQUEST_S)
 
-        joining = begin(newcomer.join)
-        await wait_until(lambda: run.link(0).snapshot_requests)
-        run.channels[0].check()
         await joining
 
         assert [fields["part"] for fields in requests] == [*range(PARTS)]

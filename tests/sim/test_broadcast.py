@@ -277,7 +277,7 @@ async def test_workers_that_come_later_load_it_from_each_other(
 def test_the_time_in_which_workers_load_it_grows_with_the_logarithm_of_their_number(
     count, monkeypatch
 ):
-    """All links are as narrow; what is on one in or out shares it."""
+    """All links have one bandwidth, which both of their directions share."""
     part_s = 0.1
     depth = math.ceil(math.log2(count + 2)) - 1
 
